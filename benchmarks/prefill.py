@@ -6,9 +6,10 @@
 Every case is judged by dense fp64 attention of some rows before it is timed, and nothing is timed that is wrong. Times
 are medians of CUDA graphs (`tersekv.testing.bench.measure`); on a CPU, where `--small` cells make sense, by the wall.
 Peers run in the same process: SDPA over a contiguous bf16 copy of whole prompts of equal lengths, FlashInfer's wrapper
-over pages, fa2 and fa3, bf16 cells always and fp8 ones where it takes them. `tersekv bench --random N --ops prefill`
-draws other sizes of heads, pairs of formats and prompts through the same code. `--decode` times `tersekv.decode`
-with as many rows too. FLOP: 4 x D x heads of every key that a row sees.
+over pages, fa2 and fa3, bf16 cells always and fp8 ones where it takes them, and where the query has the cache's type
+TensorRT-LLM's fmha_v2, which FlashInfer compiles. `tersekv bench --random N --ops prefill` draws other sizes of heads,
+pairs of formats and prompts through the same code. `--decode` times `tersekv.decode` with as many rows too. FLOP: 4 x D
+x heads of every key that a row sees.
 `--json` adds to what the file holds; a case that it has already is replaced. An interrupt keeps what was found.
 """
 
@@ -41,6 +42,7 @@ CELLS = (
     Prompts("sixteen chunks", (512,) * 16, (16384,) * 16),
     Prompts("long prefix", (512,), (131072,)),
     Prompts("short prompts", (1024,) * 16, (1024,) * 16),
+    Prompts("eight prompts", (1024,) * 8, (1024,) * 8),
     Prompts("uneven", (37, 4096, 1, 700, 2048, 5, 1300), (9000, 4096, 3000, 700, 30000, 64, 1300)),
     Prompts("window 1024", (8192,), (8192,), 1024),
     Prompts("mixed", (2048, *(1,) * 63), (8192, *(4096,) * 63)),

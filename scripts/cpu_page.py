@@ -98,19 +98,26 @@ def scaling(rows: list[Row], counts: list[int]) -> str:
 
 
 def demo() -> str:
-    """Tokens a second of the demo's models, eager and native."""
+    """Tokens a second of the demo's models, eager and native: the least and the most over the formats."""
     parts = []
     for path in sorted(RESULTS.glob("demo_speed_*.json")):
         record = json.loads(path.read_text())
-        rows = (
-            (r["model"], r["format"], f"{r['tokens_per_s']['eager']:.0f}", f"{r['tokens_per_s']['native']:.0f}",
-             f"{r['tokens_per_s']['native'] / r['tokens_per_s']['eager']:.2f}")
-            for r in record["rows"]
-        )  # fmt: skip
+        rates: dict[str, list[dict[str, float]]] = {}
+        for r in record["rows"]:
+            rates.setdefault(r["model"], []).append(r["tokens_per_s"])
+        said = (
+            f"{model}: eager {_span([r['eager'] for r in own], '.0f')} tokens/s, native "
+            f"{_span([r['native'] for r in own], '.0f')}, {_span([r['native'] / r['eager'] for r in own], '.2f')} times"
+            for model, own in rates.items()
+        )
         parts.append(f"\n`{path.name}`: torch {record['environment']['torch']}, {record['options']['threads']} thread, "
                      f"the fastest of {record['rounds']} rounds.\n\n")  # fmt: skip
-        parts.append(table(("model", "format", "eager, tokens/s", "native", "times"), rows))
+        parts.append(f"Over the formats, {'; '.join(said)} as fast.\n")
     return ("".join(parts) or NONE) + "\n"
+
+
+def _span(found: list[float], form: str) -> str:
+    return f"{min(found):{form}} to {max(found):{form}}"
 
 
 def sanitized() -> str:

@@ -80,17 +80,18 @@ def families(kept: dict[str, Any]) -> str:
         elif inner:
             parts[f"`{inner[1]}`"].append(name)
         elif row["found"] == "not built":
-            other.append((name, f"not tried: {row['why']}"))
+            other.append(name)
         else:
             raise ValueError(f"{row['family']} fails: {row['why']}")
     inside = [f"{', '.join(names)}: see {model}" for model, names in parts.items()]
-    rows = [(f"works ({len(works)})", joined(works))]
+    rows = [(f"works ({len(works)})", "every other")]
     whole = len(graphs.pop(COMPILES, []))
     broken = "; ".join(f"{joined(names)}: {why}" for why, names in graphs.items())
     which = f"all but {broken}" if broken else "all"
     rows.append((f"of these, a decode step over a `TersekvStaticCache` is one graph ({whole})", which))
     rows += [(f"refused ({len(names)}): {why}", joined(names)) for why, names in sorted(refused.items())]
-    rows += [(why, name) for name, why in other]
+    if other:
+        rows.append((f"not tried ({len(other)}): not built, or not run by eager attention either", joined(other)))
     rows.append((f"a language model inside a larger one ({len(inside)})", "; ".join(inside)))
     versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
     return f"\nOf {versions}, {kept['date']}:\n\n" + table(("what comes of it", "families"), rows) + "\n"

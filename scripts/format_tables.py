@@ -33,8 +33,8 @@ from pages import ROOT, table
 
 RESULTS = ROOT / "benchmarks" / "results"
 FILES = {
-    "docs/index.md": ("demo",), "docs/formats.md": ("errors", "latent-errors", "demo", "demo-mla"),
-    "docs/scales.md": ("scales", "calibrated"),
+    "docs/index.md": ("demo",), "docs/formats.md": ("errors", "latent-errors", "demo-mla"),
+    "docs/scales.md": ("scales",),
     "docs/choosing.md": ("search", "outliers", "outlier-pairs"),
 }  # fmt: skip
 HEADS, DIM, TOKENS, QUERIES, RANK, ROPE = 4, 128, 1024, 32, 512, 64
@@ -105,9 +105,7 @@ def errors() -> str:
     """Error of rows and of attention, K/V caches."""
     out = []
     for word in (*KV_FORMATS, *MIXED):
-        r = recipe(word)
-        bits = [8 * KV_FORMATS[f].row_bytes(DIM) / DIM for f in dict.fromkeys(r.formats)]
-        cells = [f"`{word}`", " / ".join(f"{b:g}" for b in bits)]
+        cells = [f"`{word}`"]
         for outliers in (False, True):
             k, v = rows(1, outliers), rows(2)
             small = torch.ones(DIM, dtype=torch.bool)
@@ -118,9 +116,7 @@ def errors() -> str:
             attention = relative(attend(layer, q), dense(q, k, v))
             cells += [percent(relative(read_back(layer)[..., small], k[..., small])), percent(attention)]
         out.append(cells)
-    return table(
-        ("format", "bits a value", "rows of K", "attention", "rows of K, outliers", "attention, outliers"), out
-    )
+    return table(("format", "rows of K", "attention", "rows of K, outliers", "attention, outliers"), out)
 
 
 @cache
@@ -140,9 +136,8 @@ def latent_errors() -> str:
         got = tersekv.mla_decode(q, layer, pages.expand(QUERIES, -1), full, softmax_scale=192**-0.5, backend="torch")
         stored = None if layer.ckv_scale_cache is None else layer.ckv_scale_cache.flatten(0, 1)
         read = decode_row(layer.ckv.flatten(0, 1), stored, f, torch.tensor(1.0))
-        bits = 8 * tersekv.latent_bytes_per_token(name) / (RANK + ROPE)
-        out.append([f"`{name}`", f"{bits:.3g}", percent(relative(read, kv_c)), percent(relative(_tensor(got), want))])
-    return table(("format", "bits a value", "latent rows", "attention"), out)
+        out.append([f"`{name}`", percent(relative(read, kv_c)), percent(relative(_tensor(got), want))])
+    return table(("format", "latent rows", "attention"), out)
 
 
 @cache
@@ -190,9 +185,8 @@ def outliers() -> str:
     ways = ("", "+rotated", "+channels", "+rotated+channels")
     found = []
     for f in dict.fromkeys(word.split("/")[0] for word in plain if "/" in word):
-        kls = [(hurt[f"{f}/bf16{way}"], plain[f"{f}/bf16"]) for way in ways]
         asis = [f"{plain[f'{f}/bf16{way}']:.1e}" for way in ways[:3]]
-        found.append([f"`{f}`", *asis, *(f"{kl:.1e} ({kl / was:.3g} ×)" for kl, was in kls)])
+        found.append([f"`{f}`", *asis, *(f"{hurt[f'{f}/bf16{way}']:.1e}" for way in ways)])
     each = ("plain", "rotated", "channel scales")
     return table(("K in", *each, *(f"outliers, {way}" for way in (*each, "both"))), found)
 
@@ -222,13 +216,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "search": search,
     "outliers": outliers,
     "outlier-pairs": outlier_pairs,
-    "calibrated": lambda: table(("model", "scales", *DEMO), [
-        [model, how, *row]
-        for model, names in (("Llama-style", ("fp8_e4m3", "fp8_e5m2", "nvfp4")), ("MLA", ("fp8_e4m3", "fp8_e5m2")))
-        for how, file in (("1.0", "demo_cpu.json"), ("calibrated", "demo_cpu_calibrated.json"))
-        for row in demo({"MLA": "deepseek"}.get(model, "llama"), names, file)
-    ]),
-}  # fmt: skip
+}
 
 
 def renewed(text: str, names: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ import pages
 from pages import ROOT, table
 
 PAGE = ROOT / "docs" / "migration.md"
-HEAD = ("file", "items", "call ours", "run", "passed", "refused by name", "skipped by the peer", "failed")
+HEAD = ("file", "call ours", "run", "passed", "refused by name", "skipped by the peer", "failed")
 
 
 def records() -> dict[str, dict]:
@@ -40,7 +40,7 @@ def of(record: dict) -> list[str]:
     for path, f in sorted(record["files"].items()):
         refused, skipped = (sum(f[k].values()) for k in ("refused", "skipped"))
         failed = sum(x["count"] for x in f["failed"].values())
-        numbers = (f["items"], f["ours"], f["chosen"] - f["not_run"], f["passed"], refused, skipped, failed)
+        numbers = (f["ours"], f["chosen"] - f["not_run"], f["passed"], refused, skipped, failed)
         rows.append((f"`{Path(path).name}`", *map(str, numbers)))
         for kind in ("refused", "skipped"):
             reasons += [f"- {n} {kind} in `{Path(path).name}`: `{why}`\n" for why, n in sorted(f[kind].items())]

@@ -40,7 +40,6 @@ TITLES = {
     "merge_states": "merge_states: two parts, 32 heads, D 128",
 }
 EVEN = 0.995  # a ratio to a peer from here on reads 1.00, and is no loss
-STEP = 10  # of the random cells that win, the page shows one in so many
 
 
 def load(folder: Path) -> list[Record]:
@@ -63,8 +62,14 @@ def results(records: Sequence[Record]) -> str:
     chips: dict[str, list[Record]] = defaultdict(list)
     for r in records:
         chips[r["chip"]].append(r)
-    order = sorted(chips, key=lambda name: (name.startswith("CPU"), name))
+    order = sorted(
+        (name for name, own in chips.items() if any(map(is_shown, own))), key=lambda n: (n.startswith("CPU"), n)
+    )
     return "\n" + "\n".join("\n".join(section(name, chips[name])) for name in order) + "\n"
+
+
+def is_shown(r: Record) -> bool:
+    return r["us"] is not None and (r["host"] or r["op"] in OPS)
 
 
 def section(chip: str, records: list[Record]) -> Iterator[str]:
@@ -113,11 +118,11 @@ def grid(records: list[Record]) -> Iterator[str]:
     for r in records:
         cells[cell(r).replace(query(r), "")][r["format"] + query(r)] = r
     rivals = [f for f in ("bf16", "fp8_e4m3") if any(f in own and best_peer(own[f]) for own in cells.values())]
-    head = ["µs (rate)", *formats, *(f"best peer, {f}" for f in rivals)]
+    head = ["µs", *formats, *(f"best peer, {f}" for f in rivals)]
     lines = []
     for name, own in cells.items():
         peers = [peer(best_peer(own[f])) if f in own else "-" for f in rivals]
-        lines.append([name, *(timing(own[f]) if f in own else "-" for f in formats), *peers])
+        lines.append([name, *(us(own[f]["us"]) if f in own else "-" for f in formats), *peers])
     yield from table(head, lines)
 
 
@@ -165,7 +170,7 @@ def means(timed: list[Record]) -> Iterator[str]:
 
 
 def drawn(folder: Path) -> str:
-    """Markdown: what `tersekv bench --random` found: the draws; of their cells those that lose and some of the rest."""
+    """Markdown: what `tersekv bench --random` found: the draws, and those of their cells that lose."""
     stored = [json.loads(text) for path in sorted(folder.glob("*_random_cells.json")) for text in path.open()]
     draws, cells = [r for r in stored if "random" in r], [r for r in stored if "random" not in r]
     if not draws:
@@ -180,18 +185,14 @@ def drawn(folder: Path) -> str:
 
 
 def _drawn_cells(cells: list[Record]) -> Iterator[str]:
-    """The worst first: each cell that loses, then one in STEP of those that a peer runs too."""
+    """Each cell that loses, the worst first."""
     beside = [(best[1] / r["us"], best, r) for r in cells if r["us"] is not None and (best := best_peer(r))]
     beside.sort(key=lambda x: x[0])
     lost = [x for x in beside if x[0] < EVEN]
-    others = beside[len(lost) :]
-    yield f"Each cell that loses, and one in {STEP} of the other {len(others)}; the JSON has all:\n"
+    yield "Each cell that loses; the JSON has all:\n"
     yield from table(
-        ["cell", "µs", "rate", "best peer", "peer / tersekv"],
-        (
-            [f"{r['format']}, {drawn_cell(r)}", us(r["us"]), speed(r), peer(best), f"{ratio:.2f}"]
-            for ratio, best, r in [*lost, *others[::STEP]]
-        ),
+        ["cell", "µs", "best peer", "peer / tersekv"],
+        ([f"{r['format']}, {drawn_cell(r)}", us(r["us"]), peer(best), f"{ratio:.2f}"] for ratio, best, r in lost),
     )
 
 
@@ -216,12 +217,9 @@ def query(r: Record) -> str:
 
 
 def losses(timed: list[Record]) -> Iterator[str]:
-    """Each case slower than its best peer; then those slower than the best peer over a bf16 cache alone."""
+    """Each case slower than its best peer."""
     rivals = [(r, best, r.get("peers_format")) for r in timed if (best := best_peer(r))]
     lost = [x for x in rivals if is_lost(x)]
-    half = {place(r): best for r in timed if r["format"] == "bf16" and (best := best_peer(r))}
-    wider = [(r, half[place(r)], "bf16") for r in timed if r["format"] != "bf16" and place(r) in half]
-    wider = [x for x in wider if is_lost(x) and all(x[0] is not r for r, *_ in lost)]
     yield "### Slower than a peer\n"
     if not rivals:
         yield "No peer was timed.\n"
@@ -231,9 +229,6 @@ def losses(timed: list[Record]) -> Iterator[str]:
     else:
         yield f"A ratio from {EVEN} on counts as even, and is not listed.\n"
     yield from told(lost)
-    if wider:
-        yield "Slower than the best peer over a bf16 cache, though faster than over the cache named above:\n"
-        yield from told(wider)
 
 
 def is_lost(x: tuple[Record, tuple[str, float], str | None]) -> bool:
@@ -282,10 +277,6 @@ def short(n: int) -> str:
     return f"{n // 1024}K" if n % 1024 == 0 else str(n)
 
 
-def timing(r: Record) -> str:
-    return f"{us(r['us'])} ({speed(r)})"
-
-
 def speed(r: Record) -> str:
     return amount(r["tb_s"], "B/s") if r["bound"] == "bytes" else amount(r["tflop_s"], "FLOP/s")
 
@@ -299,7 +290,7 @@ def us(value: float) -> str:
 
 
 def peer(best: tuple[str, float] | None) -> str:
-    return f"{us(best[1])} {best[0]}" if best else "-"
+    return f"{us(best[1])} {best[0].removeprefix('flashinfer ')}" if best else "-"
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:

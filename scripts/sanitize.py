@@ -109,7 +109,7 @@ def run(sanitizer: str, levels: list[str]) -> dict:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout.splitlines()[0]
     return {
         "sanitizer": sanitizer, "exit_code": done.returncode, **judged, "seconds": round(time.perf_counter() - start),
-        "compiler": version, "sources": build.digest(),
+        "compiler": version, "sources": build.sources_hash(),
     }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pages
 from pages import ROOT, table
 
-FILES = {"docs/support.md": ("support",), "docs/formats.md": ("formats", "support")}
+FILES = {"docs/support.md": ("support",), "docs/formats.md": ("formats",)}
 GPU = ("gluon", "triton")  # in the order in which a plan tries them
 
 # Column -> (backends tried, compute capability × 10 or None, seen as a GPU)
@@ -49,15 +49,16 @@ def support() -> str:
 
 def _support() -> str:
     notes: dict[str, int] = {}
-    rows = []
+    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)  # (formats, cells) → operations
     for op in OPS:
         groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for name in dict.fromkeys(c.format for c in cases((op,))):
             mine = [(c, make(c)) for c in cases((op,), (name,))]
             groups[tuple(_cell(mine, *device, notes) for device in DEVICES.values())].append(name)
         everything = len(groups) == 1
-        rows += [(f"`{op}`", "all" if everything else ", ".join(names), *cells) for cells, names in groups.items()]
-    text = table(("operation", "formats", *DEVICES), rows)
+        for cells, names in groups.items():
+            alike["all" if everything else ", ".join(names), *cells].append(f"`{op}`")
+    text = table(("operation", "formats", *DEVICES), ((", ".join(ops), *rest) for rest, ops in alike.items()))
     return text + "".join(f"\n<sup>{number}</sup> {reason}\n" for reason, number in notes.items())
 
 

@@ -106,6 +106,8 @@ def accepted(lines: Iterable[dict[str, Any]]) -> str:
     if not rows:
         return "\nNo run is kept yet.\n\n"
     head = ["model", "backend", "`--kv-cache-dtype`", "perplexity", "KL, nats/byte", "of decoded tokens", ""]
+    if not any(row[-1] for row in rows):
+        head, rows = head[:-1], [row[:-1] for row in rows]
     return f"\n{pages.table(head, rows)}\n"
 
 

@@ -419,6 +419,7 @@ def flashinfer_modules():
     from tersekv.compat.flashinfer import xqa_batch_decode_with_kv_cache as xqa
     from tersekv.ops.decode import decode as native
     from tersekv.ops.mla import mla_decode
+    from tersekv.ops.prefill import prefill as paged_prefill
 
     def table(indptr, indices):
         width = int(indptr.diff().max())
@@ -457,8 +458,15 @@ def flashinfer_modules():
             assert causal
             self.wrapper.plan(*places, causal=causal, **options)
 
+    def fmha_v2(qkv, layout, room, lens, longest_q, longest, scale, v_scale, b, cu_q, cu_kv, *, out, **options):
+        q, pages = qkv
+        assert (layout, v_scale, longest, b) == ("Q_PAGED_KV_NHD", 1.0, int(lens.max()), len(lens))
+        assert (cu_kv.diff().tolist(), options.pop("mask_mode")) == (lens.tolist(), "causal")
+        pages, table = pages.unbind(1), options.pop("block_tables")
+        return paged_prefill(q, pages, table, lens, cu_q, max_q_len=longest_q, softmax_scale=scale, out=out, **options)
+
     parts = {
-        "flashinfer.prefill": {"BatchPrefillWithPagedKVCacheWrapper": Prefill},
+        "flashinfer.prefill": {"BatchPrefillWithPagedKVCacheWrapper": Prefill, "trtllm_fmha_v2_prefill": fmha_v2},
         "flashinfer.decode": {"xqa_batch_decode_with_kv_cache": xqa, "BatchDecodeWithPagedKVCacheWrapper": Decode},
         "flashinfer.mla": {"BatchMLAPagedAttentionWrapper": MLA},
         "flashinfer.rope": {"rope_quantize_fp8_append_paged_kv_cache": rope},
@@ -478,7 +486,7 @@ def flashinfer_modules():
         (replace(SHAPE, window=9), []),
         (replace(SHAPE, head_dim=96), ["flashinfer xqa"]),
         (replace(SMALL["prefill"], format="fp8_e4m3"), ["flashinfer fa2", "flashinfer fa3"]),
-        (Case("prefill", "bf16", 0, 24), ["flashinfer fa2", "flashinfer fa3"]),
+        (Case("prefill", "bf16", 0, 24), ["flashinfer fa2", "flashinfer fa3", "flashinfer fmha_v2"]),
         (SMALL["prefill"], []),
         (Case("mla_decode", "fp8_e4m3", 3, 70, heads=4), ["flashinfer fa3"]),
         (Case("mla_decode", "bf16", 2, 40, heads=4, uneven=True), ["flashinfer fa3"]),

@@ -129,7 +129,7 @@ def test_sdpa_takes_whole_prompts_of_equal_lengths_in_a_batch():
 
 def test_a_head_size_that_would_lose_the_device_is_told_and_not_tried():
     found = list(engine.rivals(prefill.Prefill(shape((20,), format="bf16", head_dim=96), CPU), CPU, ["flashinfer"]))
-    assert [p.name for p in found] == ["flashinfer fa2", "flashinfer fa3"]
+    assert [p.name for p in found] == ["flashinfer fa2", "flashinfer fa3", "flashinfer fmha_v2"]
     assert all(p.us is None and "UnsupportedError: not tried" in p.reason for p in found)
 
 

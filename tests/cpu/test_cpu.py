@@ -472,7 +472,7 @@ def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
     library.library_or_reason.cache_clear()
     try:
         assert isinstance(library.library_or_reason(), library.Library)
-        monkeypatch.setattr(build, "digest", lambda: "other")
+        monkeypatch.setattr(build, "sources_hash", lambda: "other")
         library.library_or_reason.cache_clear()
         assert "was compiled from other sources" in library.library_or_reason()
         monkeypatch.setattr(build, "LIBRARY", tmp_path / "other.so")

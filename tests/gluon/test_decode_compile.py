@@ -230,7 +230,7 @@ def test_a_wide_head_is_two_warps_that_share_scores(fmt):
     f = facts("decode", call_of(fmt, head_dim=512, heads=4), arch=90)
     config = decode.configure(f)
     cfg, shape = config.constants, config.shape
-    assert (shape.COLUMN_PARTS, cfg.HEADS, cfg.GROUP, cfg.D, cfg.DV) == (2, 8, 4, 256, 256)
+    assert (shape.HEAD_DIM_PARTS, cfg.HEADS, cfg.GROUP, cfg.D, cfg.DV) == (2, 8, 4, 256, 256)
     token_scales = fmt == "int8_per_token_head"
     heads = 8 if token_scales else 4
     assert heads == shape.HEADS_PER_CTA

@@ -226,7 +226,7 @@ def test_a_16_bit_weight_takes_the_portable_product():
     call = call_of(fp8=False)
     names = [fn.fn.__name__ for fn, *_ in record(mla_prefill.run, call, mla_prefill.configure(facts(call)))]
     assert names == ["rope_norm_store_kernel", "gather_latents_kernel", "blockwise_gemm_kernel", "attention_kernel"]
-    assert not mla_prefill.configure(facts(call)).own_gemm
+    assert not mla_prefill.configure(facts(call)).use_gluon_gemm
 
 
 @pytest.mark.parametrize(
@@ -257,4 +257,4 @@ def test_a_weight_that_no_tensor_map_takes_goes_to_the_portable_product():
     w = call.kv_b_proj
     wide = torch.empty(w.shape[0], 528, dtype=w.dtype)
     for weight, own in ((wide[:, :512], True), (wide[:, 8:520], False), (w[:1].expand_as(w), False)):
-        assert mla_prefill.configure(facts(call._replace(kv_b_proj=weight))).own_gemm is own
+        assert mla_prefill.configure(facts(call._replace(kv_b_proj=weight))).use_gluon_gemm is own

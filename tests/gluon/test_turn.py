@@ -156,7 +156,7 @@ def test_weighted_values_in_parts(on_numpy, columns, parts):
 def test_columns_of_converted_codes_only_change_places_within_eight(parts):
     """So a product with the Hadamard matrix, which knows no order of the bits of a column, may run over places."""
     place, c = np.arange(128), SimpleNamespace(PACK=parts)
-    column = dequant.logical_column.fn(place, c)
+    column = dequant.head_column_of_converted_column.fn(place, c)
     assert sorted(column) == list(place)
     for bit in range(7):  # bits go to bits
         assert bin(column[1 << bit]).count("1") == 1

@@ -40,7 +40,7 @@ MIXED = replace(TMA, native_casts=False)  # sm_89
 
 
 def run(call, config):
-    mla_prefill.make_launches(plan.facts("mla_prefill", call), config)(call)
+    mla_prefill.make_append_and_chunk_launches(plan.facts("mla_prefill", call), config)(call)
 
 
 def prepare(call, native, **options):

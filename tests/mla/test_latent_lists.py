@@ -244,14 +244,14 @@ def test_a_reference_that_took_another_key_would_be_seen(monkeypatch):
     """A backend that sees one key too many, or too few, of a list fails."""
     case = Case("mla_decode", "bf16", "x", heads=1, group=4, listed=20, lens=(37, 5))
     assert verify.run(case, "cpu", "torch").status == verify.PASSED
-    original = key_lists._used_entries
+    original = key_lists._entries_with_padding_as_minus_one
 
     def one_less(call):
         used = original(call)
         used[:, -1] = -1
         return used
 
-    monkeypatch.setattr(key_lists, "_used_entries", one_less)
+    monkeypatch.setattr(key_lists, "_entries_with_padding_as_minus_one", one_less)
     failed = [
         verify.run(Case("mla_decode", "bf16", f"{i}", heads=1, group=4, listed=20, lens=(37,)), "cpu", "torch")
         for i in range(3)

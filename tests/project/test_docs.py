@@ -23,6 +23,7 @@ from tersekv.compat import deep_gemm, flash_mla, flashinfer, max, vllm
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), RESULTS / "README.md"])
+WORDS = 35_000  # of README, changelog, docs, notes and results, as `wc -w` counts them
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 NOT_RUN = "# not run by the tests: "  # first line of a block that a CPU cannot run; the reason follows
 name_of = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
@@ -171,6 +172,13 @@ def test_imports_that_a_page_names_work(line):
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+def test_all_pages_together_stay_readable():
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", RESULTS / "README.md"]
+    pages += [page for room in ("docs", "notes") for page in (ROOT / room).glob("*.md")]
+    words = {str(page.relative_to(ROOT)): len(page.read_text().split()) for page in pages}
+    assert sum(words.values()) <= WORDS, f"want at most {WORDS} words, got {sum(words.values())}: {words}"
 
 
 def test_every_kept_result_is_described():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 # Within a page: the host knows how long that is, and has kernels compiled otherwise where 32 bits do not count it
-# (`launch.exceeds_int32`).
+# (`launch.offsets_within_page_exceed_int32`).
 _INSIDE_PAGES = re.compile(r"stride_((k|v|k_scales|v_scales|ckv|kpe|scales)_[sh]|slot|head)$|sk_s$")
 _STRIDE = re.compile(r"(s[a-z]{1,3}_[a-z]|strides?_\w+)$")
 _SAME = ("tt.splat", "tt.broadcast", "tt.expand_dims", "ttg.convert_layout")

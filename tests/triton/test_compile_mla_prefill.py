@@ -53,7 +53,11 @@ def compiled(
     """What each distinct kernel of a call compiles to, by name."""
     out = {}
     f = facts(call, arch)
-    config = mla_prefill.Config(choice, mla_prefill.make_launches(f, choice)) if choice else mla_prefill.configure(f)
+    config = (
+        mla_prefill.Config(choice, mla_prefill.make_append_and_chunk_launches(f, choice))
+        if choice
+        else mla_prefill.configure(f)
+    )
     for fn, _, args, kwargs in record(mla_prefill.run, call, config):
         if only in fn.fn.__name__:
             result = compile_launch(fn, args, kwargs, arch)

@@ -9,7 +9,7 @@ from tersekv.formats import BLOCK, CHANNELS, GROUP, NONE, PAIRS, ROTATION, TENSO
 
 from . import library, records
 from .library import BoundLaunch, NativeLaunch
-from .records import CODES, DTYPES, NO_TRANSFORM, Append, CallFacts, RowTransform, Scale, Stream, StridedTensor
+from .records import CODES, DTYPES, NO_TRANSFORM, Append, CallFacts, RowTransform, RowWrite, Scale, StridedTensor
 
 SUPPORTS = (PAIRS, ROTATION, CHANNELS)
 SLOT_FIELDS = ("slot_mapping", "batch_indices", "kv_positions", "kv_indptr", "kv_indices")
@@ -32,69 +32,69 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts = CallFacts(f, _TENSORS)
-    record = append_record(facts, f.k, f.k_cache, [kv_row_stream(facts, "k"), kv_row_stream(facts, "v")])
+    record = append_record(facts, f.k, f.k_cache, [kv_row_write(facts, "k"), kv_row_write(facts, "v")])
     return NativeLaunch("append", record, _TENSORS)
 
 
-def kv_row_stream(
+def kv_row_write(
     facts: CallFacts, side: str, first_columns: str | None = None, second_columns: str = "", apply_rope: bool = False
-) -> Stream:
-    """Returns the stream of rows to the cache of "k" or "v": tensors `first_columns` (default: `side`) and
+) -> RowWrite:
+    """Returns how rows are written to the cache of "k" or "v": tensors `first_columns` (default: `side`) and
     `second_columns`, side by side."""
     f, fmt, first_columns = facts.f, pair_of(facts.f)["kv".index(side)], first_columns or side
     scales = _NO_TENSOR if getattr(f, f"{side}_scale_cache") is None else facts.strided_tensor(f"{side}_scale_cache")
-    return quantized_stream(
+    return quantized_row_write(
         facts, first_columns, fmt, facts.strided_tensor(f"{side}_cache"), scales, facts.scale(f"{side}_scale"),
         second_columns, apply_rope, facts.row_transform(side),
     )  # fmt: skip
 
 
-def quantized_stream(
+def quantized_row_write(
     facts: CallFacts, first_columns: str, fmt: KVFormat, out_cache: StridedTensor, scales: StridedTensor,
     multiplier: Scale, second_columns: str = "",
     apply_rope: bool = False, row_transform: RowTransform = NO_TRANSFORM,
-) -> Stream:  # fmt: skip
-    """Returns a stream that quantizes rows to a cache in a format."""
+) -> RowWrite:  # fmt: skip
+    """Returns how rows are quantized to a format and written to a cache."""
     f = facts.f
     x, y = getattr(f, first_columns), getattr(f, second_columns) if second_columns else None
-    return Stream(
+    return RowWrite(
         facts.strided_tensor(first_columns), facts.strided_tensor(second_columns) if y is not None else _NO_TENSOR,
         x.shape[-1], 0 if y is None else y.shape[-1], apply_rope, x.shape[1] if len(x.shape) == 3 else 1, True,
         out_cache, CODES[fmt.code], _KINDS[fmt.scale], scales, multiplier, row_transform,
     )  # fmt: skip
 
 
-def rope_query_streams(facts: CallFacts) -> list[Stream]:
-    """Returns the streams of query rows to q_rope_out and q_nope_out; none without a query."""
-    streams = []
+def rope_query_writes(facts: CallFacts) -> list[RowWrite]:
+    """Returns the row_writes of query rows to q_rope_out and q_nope_out; none without a query."""
+    row_writes = []
     for name, apply_rope in (("q_rope", True), ("q_nope", False)):
         x = getattr(facts.f, name)
         if x is not None:
-            streams.append(Stream(
+            row_writes.append(RowWrite(
                 facts.strided_tensor(name), _NO_TENSOR, x.shape[-1], 0, apply_rope, x.shape[1], False,
                 facts.strided_tensor(f"{name}_out"), facts.dtype(f"{name}_out"), records.NO_SCALE, _NO_TENSOR,
                 facts.scale("q_scale"), NO_TRANSFORM,
             ))  # fmt: skip
-    return streams
+    return row_writes
 
 
-def append_record(facts: CallFacts, rows: Any, cache: Any, streams: list[Stream]) -> Append:
-    """Returns the record of an append: its streams, the slots of tokens, and the rotary table if there is one."""
+def append_record(facts: CallFacts, rows: Any, cache: Any, row_writes: list[RowWrite]) -> Append:
+    """Returns the record of an append: its row_writes, the slots of tokens, and the rotary table if there is one."""
     f, record = facts.f, Append()
-    record.num_streams = len(streams)
-    for i, stream in enumerate(streams):
-        record.streams[i] = stream
+    record.num_row_writes = len(row_writes)
+    for i, row_write in enumerate(row_writes):
+        record.row_writes[i] = row_write
     record.tokens, record.dtype = rows.shape[0], DTYPES[rows.dtype]
     record.num_pages, record.page_size = cache.shape[:2]
     for field, name in zip(("slots", "batch", "kv_positions", "indptr", "indices"), SLOT_FIELDS, strict=True):
-        setattr(record, field, facts.indices(name))
+        setattr(record, field, facts.index_tensor(name))
     if f.kv_indptr is not None:
         record.num_requests, record.num_indices = f.kv_indptr.shape[0] - 1, f.kv_indices.shape[0]
     record.cos_sin = records.NONE
     if getattr(f, "cos_sin_cache", None) is not None:
         record.cos_sin, record.cos_sin_stride = facts.at("cos_sin_cache"), facts.strides("cos_sin_cache")[0]
         record.max_position, record.rotary = f.cos_sin_cache.shape
-        record.positions = facts.indices("positions")
+        record.positions = facts.index_tensor("positions")
         record.interleaved = f.interleaved
     record.zero_padding, record.scales_quantize = getattr(f, "zero_padding", False), f.scales_quantize
     record.widen = getattr(f, "widen", True)

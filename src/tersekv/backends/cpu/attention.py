@@ -41,17 +41,17 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts, (k_format, v_format) = CallFacts(f, TENSORS), pair_of(f)
-    record = attention_record_without_keys(facts, heads=f.k_cache.shape[2], group=f.q.shape[1] // f.k_cache.shape[2])
+    record = attention_record_without_kv(facts, heads=f.k_cache.shape[2], group=f.q.shape[1] // f.k_cache.shape[2])
     record.num_keys = 1
-    record.keys[0] = _paged_matrix(facts, "k", k_format, f.q.shape[2])
+    record.keys[0] = _paged_matrix_record(facts, "k", k_format, f.q.shape[2])
     record.keys[0].query = facts.strided_tensor("q")
-    record.values = _paged_matrix(facts, "v", v_format, f.out.shape[2])
+    record.values = _paged_matrix_record(facts, "v", v_format, f.out.shape[2])
     record.num_pages, record.page_size = f.k_cache.shape[:2]
     record.query_dtype = facts.dtype("q")
-    record.mask, record.window, record.sinks = facts.indices("mask"), f.window, facts.at("sinks")
+    record.mask, record.window, record.sinks = facts.index_tensor("mask"), f.window, facts.at("sinks")
     record.softcap = f.softcap
     record.k_scale, record.v_scale = facts.scale("k_scale"), facts.scale("v_scale")
-    record.key_turn, record.value_turn = facts.row_transform("k"), facts.row_transform("v")
+    record.key_transform, record.value_transform = facts.row_transform("k"), facts.row_transform("v")
     if f.k is not None:
         record.new_keys, record.new_values = (
             _new_rows_as_single_token_pages(facts, "k"),
@@ -60,7 +60,7 @@ def configure(f: SimpleNamespace) -> NativeLaunch:
     return NativeLaunch("attention", record, TENSORS)
 
 
-def attention_record_without_keys(facts: CallFacts, heads: int, group: int) -> Attention:
+def attention_record_without_kv(facts: CallFacts, heads: int, group: int) -> Attention:
     """Returns a record with the requests and outputs that all attention operations share."""
     f, record = facts.f, Attention()
     record.heads, record.group = heads, group
@@ -68,9 +68,9 @@ def attention_record_without_keys(facts: CallFacts, heads: int, group: int) -> A
     record.rows, record.max_q_len = f.out.shape[0], f.max_q_len
     record.batch_invariant, record.prefill_invariant = f.batch_invariant, getattr(f, "prefill_invariant", False)
     for name in ("page_table", "seq_lens", "cu_seqlens_q"):
-        setattr(record, name, facts.indices(name))
+        setattr(record, name, facts.index_tensor(name))
     record.mask, record.sinks = IndexTensor(NONE), NONE
-    record.key_turn = record.value_turn = NO_TRANSFORM
+    record.key_transform = record.value_transform = NO_TRANSFORM
     record.new_keys = record.new_values = PagedMatrix(StridedTensor(NONE))
     record.out, record.lse, record.out_dtype = (
         facts.strided_tensor("out"),
@@ -81,13 +81,13 @@ def attention_record_without_keys(facts: CallFacts, heads: int, group: int) -> A
     return record
 
 
-def _paged_matrix(facts: CallFacts, side: str, fmt: KVFormat, columns: int) -> PagedMatrix:
+def _paged_matrix_record(facts: CallFacts, side: str, fmt: KVFormat, columns: int) -> PagedMatrix:
     m = PagedMatrix(
         facts.strided_tensor(f"{side}_cache"), CODES[fmt.code], columns, StridedTensor(NONE), 0, 0, StridedTensor(NONE)
     )
     if fmt.scale in (BLOCK, TOKEN_HEAD):
-        m.factors = facts.strided_tensor(f"{side}_scale_cache")
-        m.width, m.factor_dtype = fmt.scale_block or columns, DTYPES[fmt.scale_dtype or torch.float32]
+        m.scales = facts.strided_tensor(f"{side}_scale_cache")
+        m.width, m.scale_dtype = fmt.scale_block or columns, DTYPES[fmt.scale_dtype or torch.float32]
     return m
 
 

@@ -39,7 +39,7 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     _LEVELS |= {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "-mavx512vbmi", "-mavx512bf16")}
 
 
-def digest() -> str:
+def sources_hash() -> str:
     """Returns the hash of the sources; a library built from other sources is not used."""
     names = sorted(SOURCES.glob("*.[ch]*"))
     return hashlib.sha256(b"".join(p.name.encode() + p.read_bytes() for p in names)).hexdigest()[:16]
@@ -70,7 +70,7 @@ def build(
             raise RuntimeError(complaints["plain"])
         made = [name for name, complaint in complaints.items() if not complaint]
         known = [f"-DHAS_{name.upper()}" for name in made]
-        told = [f'-DTERSEKV_SOURCES="{digest()}"', *known]
+        told = [f'-DTERSEKV_SOURCES="{sources_hash()}"', *known]
         others = [str(SOURCES / name) for name in ("entry.cpp", "thread_pool.cpp")]
         # Linked under another name and renamed atomically: another process may have the old library loaded.
         part = target.with_name(f"{target.name}.{os.getpid()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import c_int64
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,28 +22,29 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
-    return score_launch(f, f.out.shape[-1], None)
+    return scores_or_select_launch(f, f.out.shape[-1], None)
 
 
-def score_launch(f: SimpleNamespace, width: int, select: tuple[int, int, int, int] | None) -> NativeLaunch:
+def scores_or_select_launch(f: SimpleNamespace, width: int, select: tuple[int, int, int, int] | None) -> NativeLaunch:
     """select: k, keep_first, keep_last and open_group of a selection."""
     names = _TENSORS if select else _TENSORS[:-1]
     facts, fmt = CallFacts(f, names), index_format(f.format)
+    tensor = partial(tensor_and_two_strides, facts)
     keys = PagedMatrix(
-        placed(facts, "k_cache"), CODES[fmt.code], f.k_cache.shape[-1], placed(facts, "k_scale_cache"), INDEX_BLOCK,
-        records.DTYPES[f.k_scale_cache.dtype] if f.k_scale_cache else 0, placed(facts, "q"),
+        tensor("k_cache"), CODES[fmt.code], f.k_cache.shape[-1], tensor("k_scale_cache"), INDEX_BLOCK,
+        records.DTYPES[f.k_scale_cache.dtype] if f.k_scale_cache else 0, tensor("q"),
     )  # fmt: skip
     record = IndexScores(
-        keys, facts.indices("page_table"), facts.indices("seq_lens"), facts.indices("cu_seqlens_q"),
+        keys, facts.index_tensor("page_table"), facts.index_tensor("seq_lens"), facts.index_tensor("cu_seqlens_q"),
         f.seq_lens.shape[0], f.q.shape[0], f.q.shape[1], f.max_q_len, f.page_table.shape[1], *f.k_cache.shape[:2],
-        facts.dtype("q"), placed(facts, "weights"), f.ratio, f.relu, f.each, f.block, width, f.scale,
-        placed(facts, "out", f.each), placed(facts, "out_lens", f.each) if select else StridedTensor(records.NONE),
+        facts.dtype("q"), tensor("weights"), f.ratio, f.relu, f.each, f.block, width, f.scale,
+        tensor("out", f.each), tensor("out_lens", f.each) if select else StridedTensor(records.NONE),
         select is not None, *(select or (0, 0, 0, 0)),
     )  # fmt: skip
     return NativeLaunch("index_scores", record, names)
 
 
-def placed(facts: CallFacts, name: str, heads: bool = True) -> StridedTensor:
+def tensor_and_two_strides(facts: CallFacts, name: str, heads: bool = True) -> StridedTensor:
     """Returns a tensor and the strides of its first two dimensions; of one without heads the first."""
     if facts.at(name) == records.NONE:
         return StridedTensor(records.NONE)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import library, records
-from .index_scores import placed
+from .index_scores import tensor_and_two_strides
 from .library import BoundLaunch, NativeLaunch
 from .records import CallFacts, IndexTensor, IndexTopk
 
@@ -24,8 +24,9 @@ def configure(f: SimpleNamespace) -> NativeLaunch:
     if f.open_group is not None:
         is_open = IndexTensor(facts.at("open_group"), 0, facts.strides("open_group")[0])
     record = IndexTopk(
-        f.scores.shape[0], lines, f.scores.shape[-1], f.out.shape[-1], placed(facts, "scores", each),
-        facts.indices("visible"), is_open, placed(facts, "out", each), placed(facts, "out_lens", each), f.k,
+        f.scores.shape[0], lines, f.scores.shape[-1], f.out.shape[-1], tensor_and_two_strides(facts, "scores", each),
+        facts.index_tensor("visible"), is_open, tensor_and_two_strides(facts, "out", each),
+        tensor_and_two_strides(facts, "out_lens", each), f.k,
         f.keep_first, f.keep_last,
     )  # fmt: skip
     return NativeLaunch("index_topk", record, _TENSORS)

@@ -32,7 +32,7 @@ class Library:
         self.sources = lib.tersekv_sources().decode()
         sizes = (c_int64 * len(_RECORDS))()
         lib.tersekv_sizes(sizes)
-        self.is_current = self.sources == build.digest() and list(sizes) == [ctypes.sizeof(r) for r in _RECORDS]
+        self.is_current = self.sources == build.sources_hash() and list(sizes) == [ctypes.sizeof(r) for r in _RECORDS]
         if not self.is_current:
             return  # built from other sources: it may lack the rest
         for name in ("attention", "append", "merge", "index_scores", "index_topk"):
@@ -66,7 +66,7 @@ class Library:
         of the cores from other threads. A forked process uses the library's own: its OpenMP waits for threads that the
         fork did not copy.
         """
-        self._lib.tersekv_use_team(_find_gomp_parallel() if wanted and not _is_forked_child() else None)
+        self._lib.tersekv_use_team(_find_gomp_parallel() if wanted and not _was_forked_without_exec() else None)
 
     @property
     def team(self) -> bool:
@@ -87,7 +87,7 @@ def _find_gomp_parallel() -> int | None:
     return None
 
 
-def _is_forked_child() -> bool:
+def _was_forked_without_exec() -> bool:
     """Returns whether this process is a forked child without an exec since. Linux only; else False."""
     try:
         flags = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[6]

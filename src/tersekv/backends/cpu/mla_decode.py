@@ -10,7 +10,7 @@ import torch
 from tersekv.formats import BATCH_INVARIANCE, TENSOR, latent_format, rope_dtype
 
 from . import library
-from .attention import attention_record_without_keys
+from .attention import attention_record_without_kv
 from .library import BoundLaunch, NativeLaunch
 from .records import CODES, DTYPES, NONE, CallFacts, PagedMatrix, Scale, StridedTensor
 
@@ -35,7 +35,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts, fmt = CallFacts(f, _TENSORS), latent_format(f.format)
-    record = attention_record_without_keys(facts, heads=1, group=f.q_nope.shape[1])
+    record = attention_record_without_kv(facts, heads=1, group=f.q_nope.shape[1])
     scales = (
         StridedTensor(NONE) if f.ckv_scale_cache is None else facts.strided_tensor("ckv_scale_cache", has_heads=False)
     )

@@ -36,8 +36,8 @@ class Scale(Structure):
 
 class PagedMatrix(Structure):
     _fields_ = [
-        ("codes", StridedTensor), *_enum_values("dtype", "columns"), ("factors", StridedTensor),
-        *_enum_values("width", "factor_dtype"),
+        ("codes", StridedTensor), *_enum_values("dtype", "columns"), ("scales", StridedTensor),
+        *_enum_values("width", "scale_dtype"),
         ("query", StridedTensor),
     ]  # fmt: skip
 
@@ -55,24 +55,25 @@ class Attention(Structure):
         ("query_dtype", c_int64), ("mask", IndexTensor), *_enum_values("window", "sinks"), ("out", StridedTensor),
         ("lse", StridedTensor),
         ("out_dtype", c_int64), ("softcap", c_double), ("softmax_scale", Scale), ("k_scale", Scale),
-        ("v_scale", Scale), ("out_scale", Scale), ("key_turn", RowTransform), ("value_turn", RowTransform),
+        ("v_scale", Scale), ("out_scale", Scale), ("key_transform", RowTransform), ("value_transform", RowTransform),
         *_enum_values("batch_invariant", "prefill_invariant"),
     ]  # fmt: skip
 
 
-class Stream(Structure):
+class RowWrite(Structure):
     _fields_ = [
         ("first", StridedTensor), ("second", StridedTensor), *_enum_values("first_columns", "second_columns", "rotated",
                                                                            "heads", "cached"),
         ("out", StridedTensor), *_enum_values("out_dtype", "scale_kind"), ("scales", StridedTensor),
         ("multiplier", Scale),
-        ("turn", RowTransform),
+        ("transform", RowTransform),
     ]  # fmt: skip
 
 
 class Append(Structure):
     _fields_ = [
-        ("num_streams", c_int64), ("streams", Stream * 4), *_enum_values("tokens", "dtype", "page_size", "num_pages"),
+        ("num_row_writes", c_int64), ("row_writes", RowWrite * 4), *_enum_values("tokens", "dtype", "page_size",
+        "num_pages"),
         ("slots", IndexTensor), ("batch", IndexTensor), ("kv_positions", IndexTensor), ("indptr", IndexTensor),
         ("indices", IndexTensor),
         *_enum_values("num_requests", "num_indices", "cos_sin", "cos_sin_stride", "max_position", "rotary"),
@@ -139,7 +140,7 @@ class CallFacts:
             dims -= 1
         return StridedTensor(self.at(name), (c_int64 * 3)(*strides[:dims]))
 
-    def indices(self, name: str) -> IndexTensor:
+    def index_tensor(self, name: str) -> IndexTensor:
         if self.at(name) == NONE:
             return IndexTensor(NONE)
         return IndexTensor(self.at(name), self.dtype(name), self.strides(name)[0])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import append
-from .append import kv_row_stream, rope_query_streams
+from .append import kv_row_write, rope_query_writes
 from .library import BoundLaunch, NativeLaunch
 from .records import TRANSFORMS, CallFacts
 
@@ -24,11 +24,11 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts = CallFacts(f, _TENSORS)
-    streams = [
-        *rope_query_streams(facts), kv_row_stream(facts, "k", "k_rope", "k_nope", apply_rope=True),
-        kv_row_stream(facts, "v"),
+    row_writes = [
+        *rope_query_writes(facts), kv_row_write(facts, "k", "k_rope", "k_nope", apply_rope=True),
+        kv_row_write(facts, "v"),
     ]  # fmt: skip
-    return NativeLaunch("append", append.append_record(facts, f.k_rope, f.k_cache, streams), _TENSORS)
+    return NativeLaunch("append", append.append_record(facts, f.k_rope, f.k_cache, row_writes), _TENSORS)
 
 
 def run(call: Any, config: NativeLaunch) -> None:

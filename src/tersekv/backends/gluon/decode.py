@@ -28,31 +28,31 @@ from .sm90.decode.config import (
     choose_heads_per_cta,
     choose_keys_per_copy,
     choose_tile_config,
+    facts_with_head_dim_parts,
     has_padded_head_dims,
-    in_column_parts,
     is_large_m,
     max_small_m_rows,
     num_prefetched_query_stages,
     num_query_rows,
     padded_head_dims,
-    uses_converter_warpgroup,
     uses_fused_combine,
+    uses_rows_64_kernel,
 )
 from .sm90.decode.kernel import decode_kernel
 from .sm90.decode.kernel_producer_warp import decode_producer_warp_kernel
 from .sm90.decode.rows_64 import decode_rows_64_kernel
 from .sm90.parts.dequant import INT4_RESIDUAL_SCALE
-from .sm90.parts.hadamard import make_rotation
+from .sm90.parts.hadamard import rotation_config
 from .sm90.parts.tensor_maps import (
     MIN_KEYS_PER_COPY,
     MMA_KEYS,
     KVLayout,
     TensorMapSpec,
-    heads_of_scales,
     kv_map_spec,
     make_kv_layout,
     make_tensor_map_specs,
     min_keys_per_copy,
+    num_scale_heads,
     pack_heads_into_swizzle_128b_rows,
     scale_map_spec,
     tensor_map_from_spec,
@@ -65,7 +65,7 @@ class DecodeTileConfig(KernelConfig):
     kernel's."""
 
     HEADS_PER_CTA: int  # KV heads, or parts of them
-    COLUMN_PARTS: int  # parts of a head's columns, each of which counts as a head
+    HEAD_DIM_PARTS: int  # parts of a head's columns, each of which counts as a head
     WARPS_PER_HEAD: int  # they share its keys; its query rows are divided among them
     LARGE_M: bool  # by shared_tiles or rows_64: one head per CTA, 64 rows per warpgroup
     HEAD_GROUPS: int  # CTAs that process the same n_block
@@ -103,7 +103,7 @@ class Config(NamedTuple):
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    f = in_column_parts(f)
+    f = facts_with_head_dim_parts(f)
     if f.batch_invariant:  # they split a request's keys by the whole batch
         return f"takes no {BATCH_INVARIANCE} yet"
     fmt, v_fmt = pair_of(f)
@@ -117,7 +117,7 @@ def why_not(f: SimpleNamespace) -> str | None:
     if is_large_m(f) and fmt != v_fmt:
         want, got = max_small_m_rows(f), num_query_rows(f)
         return f"wants at most {want} query rows of a KV head with {fmt.name} and {v_fmt.name}, got {got}"
-    if is_large_m(f) and fmt.code == "int4" and not uses_converter_warpgroup(f):
+    if is_large_m(f) and fmt.code == "int4" and not uses_rows_64_kernel(f):
         return f"wants equal head sizes up to 128 with {num_query_rows(f)} query rows of a KV head and {fmt.name}"
     if fmt.storage.itemsize == 2 and num_query_rows(f) > MAX_ROWS_16BIT:
         return f"wants at most {MAX_ROWS_16BIT} query rows of a KV head with {f.format}, got {num_query_rows(f)}"
@@ -125,7 +125,7 @@ def why_not(f: SimpleNamespace) -> str | None:
         if f.q.dtype == torch.float16:
             return "wants a bfloat16 or 8-bit q with bf16, got float16"
         return "wants keys that lie as they are with bf16, got rotated ones or such with channel scales"
-    if f.column_parts > 1 and (reason := _why_not_column_parts(f)):
+    if f.head_dim_parts > 1 and (reason := _why_not_head_dim_parts(f)):
         return reason
     d, dv = f.q.shape[2], f.out.shape[2]
     if any(n % 16 or not 64 <= n <= MAX_PART_COLUMNS for n in (d, dv)):
@@ -141,7 +141,7 @@ def why_not(f: SimpleNamespace) -> str | None:
         return f"wants pages of a multiple of {MIN_KEYS_PER_COPY}, got {f.k_cache.shape[1]}"
     if f.q.dtype == torch.float32:
         return "wants a 16-bit or 8-bit q, got float32"
-    keys, parts, heads = min_keys_per_copy(f.k_cache.shape[1]), f.column_parts, choose_heads_per_cta(f)
+    keys, parts, heads = min_keys_per_copy(f.k_cache.shape[1]), f.head_dim_parts, choose_heads_per_cta(f)
     if parts > 1:
         heads = choose_heads_per_cta(f, choose_tile_config(f).heads_per_cta)
     for name in ("k_cache", "v_cache"):
@@ -152,7 +152,7 @@ def why_not(f: SimpleNamespace) -> str | None:
         if (
             side is not None
             and not is_large_m(f)
-            and scale_map_spec(side, heads_of_scales(x, heads, parts), keys, x.scale == BLOCK) is None
+            and scale_map_spec(side, num_scale_heads(x, heads, parts), keys, x.scale == BLOCK) is None
         ):
             beside = "wants stored scales with heads or slots side by side, at multiples of 16 bytes"
             return (
@@ -163,9 +163,9 @@ def why_not(f: SimpleNamespace) -> str | None:
     return None
 
 
-def _why_not_column_parts(f: SimpleNamespace) -> str | None:
+def _why_not_head_dim_parts(f: SimpleNamespace) -> str | None:
     """Returns what else these kernels want of heads that are divided in column parts."""
-    d = f.q.shape[2] * f.column_parts
+    d = f.q.shape[2] * f.head_dim_parts
     if is_large_m(f):
         return f"wants at most {max_small_m_rows(f)} query rows of a KV head with heads of {d}, got {num_query_rows(f)}"
     if any(x is not None for x in (f.k_signs, f.v_signs, f.k_channel_scale, f.v_channel_scale)):
@@ -178,17 +178,17 @@ def _why_not_column_parts(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> Config:
-    f = in_column_parts(f)
+    f = facts_with_head_dim_parts(f)
     (fmt, v_fmt), tuned, (d, dv) = pair_of(f), choose_tile_config(f), padded_head_dims(f)
     base_cfg = portable.kernel_constants(f, portable_tune.choose_tile_config(f, fmt), True)
     heads, cta_heads, requests = f.k_cache.shape[2], choose_heads_per_cta(f, tuned.heads_per_cta), f.seq_lens.shape[0]
     keys, block_m, groups = choose_keys_per_copy(f, tuned), choose_block_m(f), heads // cta_heads
-    kv_specs, scales = make_tensor_map_specs(f, cta_heads, keys, tuned.shared_tiles, f.column_parts)
+    kv_specs, scales = make_tensor_map_specs(f, cta_heads, keys, tuned.shared_tiles, f.head_dim_parts)
     if tuned.producer_warp:
         kv_specs = [pack_heads_into_swizzle_128b_rows(spec) for spec in kv_specs]
-    rotations = make_rotation(f.k_signs, f.k_channel_scale), make_rotation(f.v_signs, f.v_channel_scale)
+    rotations = rotation_config(f.k_signs, f.k_channel_scale), rotation_config(f.v_signs, f.v_channel_scale)
     k, v = (
-        make_kv_layout(*x, cta_heads, tuned.num_stages, f.column_parts)
+        make_kv_layout(*x, cta_heads, tuned.num_stages, f.head_dim_parts)
         for x in zip((fmt, v_fmt), kv_specs, scales, rotations, strict=True)
     )
     ranges = max(launch.num_sms(f) * tuned.ctas_per_sm * max(4 // (cta_heads * tuned.warps_per_head), 1) // groups, 1)
@@ -214,7 +214,7 @@ def configure(f: SimpleNamespace) -> Config:
     num_splits, num_rows = ranges // max(requests, 1) + 2, cta_heads * valid_rows
     combine_tile = choose_combine_rows_splits_columns(num_splits, num_rows, partial_columns)
     tiles = m_blocks, valid_rows, *combine_tile, *fused_tile
-    shape = _make_tile_config(f, tuned, k, v, kv_specs[0], (cta_heads, f.column_parts), tiles)
+    shape = _make_tile_config(f, tuned, k, v, kv_specs[0], (cta_heads, f.head_dim_parts), tiles)
     tensor_map_specs = dict(zip(("K", "V", "K_SCALES", "V_SCALES"), (*kv_specs, *scales), strict=True))
     combine_ctas = -(-cta_heads * valid_rows // combine_tile[0]) * (partial_columns // combine_tile[2])
     grid = requests * m_blocks * groups, combine_ctas

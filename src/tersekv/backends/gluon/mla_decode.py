@@ -22,7 +22,7 @@ from ..host.bind import (
     Workspace,
     tensor_args,
 )
-from ..host.key_lists import rows_as_requests
+from ..host.key_lists import facts_with_rows_as_requests
 from ..triton.mla_decode import entry as portable
 from ..triton.mla_decode.config import TileConfig
 from ..triton.parts.listed_rows import LENS, ROWS, listed_rows_launch, listed_rows_slices
@@ -77,8 +77,8 @@ def why_not(f: SimpleNamespace) -> str | None:
     if q not in _QUERY_DTYPES:
         return f"wants a bfloat16 or float8_e4m3fn q, got {str(q).removeprefix('torch.')}"
     caches = [x for x in (f.ckv, f.kpe, f.ckv_scale_cache) if x is not None]
-    # `_cache_matrices` counts 16-bit elements, and would round.
-    if any(n * x.dtype.itemsize % 16 for x in caches for n in x.stride[:2]) or None in _cache_matrices(f):
+    # `_ckv_kpe_and_scale_matrices` counts 16-bit elements, and would round.
+    if any(n * x.dtype.itemsize % 16 for x in caches for n in x.stride[:2]) or None in _ckv_kpe_and_scale_matrices(f):
         return "wants a cache whose rows lie at equal distances, multiples of 16 bytes"
     return None
 
@@ -120,7 +120,7 @@ def choose_config(f: SimpleNamespace) -> MLADecodeConfig:
 
 def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) -> Config:
     """Returns the launches of these facts."""
-    listed_rows, f = _listed_rows(f), rows_as_requests(f, f.ckv.shape[1])
+    listed_rows, f = _listed_rows(f), facts_with_rows_as_requests(f, f.ckv.shape[1])
     config, is_16_bit = chosen_config or choose_config(f), f.ckv.dtype.itemsize == 2
     heads, requests = f.q_nope.shape[1], f.seq_lens.shape[0]
     num_head_blocks = (
@@ -128,14 +128,14 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
         if config.heads_per_block
         else choose_num_head_blocks(f, config.block_m, launch.num_sms(f) * config.ctas_per_sm)
     )
-    cache_matrices = tuple(matrix for matrix in _cache_matrices(f) if matrix is not None)
+    cache_matrices = tuple(matrix for matrix in _ckv_kpe_and_scale_matrices(f) if matrix is not None)
     fmt, tile_config = (
         latent_format(f.format),
         TileConfig(BLOCK_N, config.block_m, CHUNK, config.num_stages, 4, None, 1, config.min_blocks, True),
     )
     constants = (
         portable._format_constants(f, fmt)
-        | portable._tile_constants(f, fmt, tile_config, num_head_blocks, True)
+        | portable._shape_tile_and_split_constants(f, fmt, tile_config, num_head_blocks, True)
         | portable._feature_constants(f)
     )
     # Rows of partial results start at 32-byte sectors: 5 µs less at 1 × 8K, 128 heads.
@@ -146,7 +146,7 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
     max_m_blocks = -(-f.max_q_len * constants["GROUP"] // config.block_m)
     num_work_tiles = max(requests, 1) * max_m_blocks * num_head_blocks
     num_ctas = max(launch.num_sms(f) * config.ctas_per_sm // num_head_blocks, 1) * num_head_blocks
-    one_work_tile_per_cta = takes_whole_work_tiles(f, num_work_tiles, num_ctas)
+    one_work_tile_per_cta = assigns_whole_work_tiles_to_ctas(f, num_work_tiles, num_ctas)
     if one_work_tile_per_cta:
         num_ctas = num_work_tiles
     cfg = portable.Constants(**constants, UNSPLIT=one_work_tile_per_cta)
@@ -300,7 +300,7 @@ def uses_head_blocks_of_32(f: SimpleNamespace) -> bool:
     return tiles < 2 * sms and tiles * heads < 192 * sms
 
 
-def takes_whole_work_tiles(f: SimpleNamespace, num_work_tiles: int, num_ctas: int) -> bool:
+def assigns_whole_work_tiles_to_ctas(f: SimpleNamespace, num_work_tiles: int, num_ctas: int) -> bool:
     """Returns whether each CTA computes one whole work tile: the page table has room for only a few n_blocks.
 
     One launch instead of two, −4 µs on the host. On an H200, 4 × 256: fp8_e4m3 with 128 heads 22.1 → 17.8 µs, with 16
@@ -342,9 +342,9 @@ def _select_kernel(is_16_bit: bool, config: MLADecodeConfig) -> Any:
     return mla_decode_small_m_kernel
 
 
-def _cache_matrices(f: SimpleNamespace) -> list[portable.CacheMatrix | None]:
+def _ckv_kpe_and_scale_matrices(f: SimpleNamespace) -> list[portable.CacheMatrix | None]:
     """Returns the matrices of ckv, kpe and, if present, the scale cache."""
-    return [portable._as_matrix(x) for x in (f.ckv, f.kpe, f.ckv_scale_cache) if x is not None]
+    return [portable._cache_as_matrix_of_16bit_words(x) for x in (f.ckv, f.kpe, f.ckv_scale_cache) if x is not None]
 
 
 def _rows_per_page(x: Any) -> int:

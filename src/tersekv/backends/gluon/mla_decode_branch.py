@@ -21,7 +21,7 @@ class CombineProjectTile(NamedTuple):
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return mla_decode.why_not(portable.sub_op_facts(f).decode)
+    return mla_decode.why_not(portable.facts_of_projections_and_decode(f).decode)
 
 
 def configure(f: SimpleNamespace) -> Config:

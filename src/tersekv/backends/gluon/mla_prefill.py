@@ -23,7 +23,7 @@ from ..triton.mla_prefill.rope_norm_store import make_rope_norm_store_launch
 
 class Config(NamedTuple):
     portable: MLAPrefillConfig  # of the stages of the Triton backend
-    own_gemm: bool
+    use_gluon_gemm: bool
     launches: LaunchSequence | HostAction
 
 
@@ -47,18 +47,20 @@ def configure(f: SimpleNamespace) -> Config:
     fits_tensor_map = (
         weight.aligned and weight.stride[0] % 16 == 0 and weight.stride[0] >= weight.shape[1]
     )  # alignment and strides of a tensor map
-    own_gemm = weight.dtype == torch.float8_e4m3fn and fits_tensor_map and weight.shape[1] in (128, 256, 384, 512)
+    use_gluon_gemm = weight.dtype == torch.float8_e4m3fn and fits_tensor_map and weight.shape[1] in (128, 256, 384, 512)
     choice = choose_mla_prefill_config(f)
-    return Config(choice, own_gemm, _make_launches(f, choice, own_gemm))
+    return Config(choice, use_gluon_gemm, _append_and_chunk_launches(f, choice, use_gluon_gemm))
 
 
-def _make_launches(f: SimpleNamespace, choice: MLAPrefillConfig, own_gemm: bool) -> LaunchSequence | HostAction:
+def _append_and_chunk_launches(
+    f: SimpleNamespace, choice: MLAPrefillConfig, use_gluon_gemm: bool
+) -> LaunchSequence | HostAction:
     if 0 in f.q.shape[:2]:
-        return portable.make_launches(f, choice)
+        return portable.make_append_and_chunk_launches(f, choice)
     if not portable.has_keys_and_queries(f):
         return LaunchSequence(make_rope_norm_store_launch(f, choice.native_casts, no_keys=True, use_pdl=uses_pdl(f)))
     launches = [make_rope_norm_store_launch(f, choice.native_casts, rope_queries=False)]
-    launches += _chunk_launches(f, choice, own_gemm, launch.num_sms(f), uses_pdl(f))
+    launches += _gather_gemm_and_attention_launches(f, choice, use_gluon_gemm, launch.num_sms(f), uses_pdl(f))
     # WORK_COUNTER: see `attention.make_attention_launch`; the last is unused. MAY_HAVE_NAN: the row's V may be NaN.
     _, max_rows = portable.nonempty_chunks(f)
     workspace_tensors = portable.workspace_tensors(f) | {
@@ -68,8 +70,8 @@ def _make_launches(f: SimpleNamespace, choice: MLAPrefillConfig, own_gemm: bool)
     return LaunchSequence(*launches, workspace=Workspace(0, workspace_tensors, portable.MAX_CACHED_WORKSPACE))
 
 
-def _chunk_launches(
-    f: SimpleNamespace, choice: MLAPrefillConfig, own_gemm: bool, num_sms: int, use_pdl: bool
+def _gather_gemm_and_attention_launches(
+    f: SimpleNamespace, choice: MLAPrefillConfig, use_gluon_gemm: bool, num_sms: int, use_pdl: bool
 ) -> list[KernelLaunch]:
     """Returns the launches of all chunks: gather, GEMM, attention. A single chunk may use three warpgroups, followed by
     the usual attention in case of overflow."""
@@ -79,7 +81,7 @@ def _chunk_launches(
     chunks, max_rows = portable.nonempty_chunks(f)
     use_three_warpgroups = (
         len(chunks) == 1
-        and own_gemm
+        and use_gluon_gemm
         and f.q.dtype == torch.bfloat16
         and three_warpgroups.is_faster_than_two_warpgroups(f, num_sms)
     )
@@ -88,7 +90,7 @@ def _chunk_launches(
         has_previous_chunk, has_next_chunk = i > 0, i < len(chunks) - 1
         launches += (
             gather_latents.make_gather_launch(f, i_chunk, num_rows, max_rows, choice.native_casts, i == 0, use_pdl),
-            blockwise_gemm.make_gemm_launch(f, num_rows, max_rows, num_sms, use_pdl) if own_gemm
+            blockwise_gemm.make_gemm_launch(f, num_rows, max_rows, num_sms, use_pdl) if use_gluon_gemm
             else portable_gemm.make_gemm_launch(f, num_rows, max_rows, choice.product, choice.native_fp8),
             *([three_warpgroups.make_attention_launch(f, i_chunk, num_rows, num_sms,
                                                       use_pdl)] if use_three_warpgroups else []),

@@ -12,7 +12,7 @@ from ...formats import pair_of
 from ..host import launch
 from ..host.attention_launches import has_no_work, query_offset_args
 from ..host.bind import KernelLaunch, LaunchSequence, TensorMapArg, stride_args, tensor_args
-from .sm90.parts.hadamard import make_rotation
+from .sm90.parts.hadamard import rotation_config
 from .sm90.parts.tensor_maps import MIN_KEYS_PER_COPY
 from .sm90.prefill.config import (
     PrefillConfig,
@@ -52,13 +52,13 @@ def why_not(f: SimpleNamespace) -> str | None:
         return "wants a 16-bit or 8-bit q, got float32"
     if k.storage == torch.bfloat16 and f.q.dtype == torch.float16:  # Triton's kernel multiplies it as two tiles
         return "wants a bfloat16 or 8-bit q with bf16, got float16"
-    if k.storage == torch.bfloat16 and make_rotation(f.k_signs, f.k_channel_scale).ENABLED:
+    if k.storage == torch.bfloat16 and rotation_config(f.k_signs, f.k_channel_scale).ENABLED:
         return "wants keys that lie as they are with bf16, got rotated ones or such with channel scales"
     d, dv = f.q.shape[2], f.out.shape[2]
     if max(d, dv) > 512:
         return f"wants head sizes up to 512, got {d} and {dv}"
     if is_column_split(f) and any(
-        make_rotation(*x).ENABLED for x in ((f.k_signs, f.k_channel_scale), (f.v_signs, f.v_channel_scale))
+        rotation_config(*x).ENABLED for x in ((f.k_signs, f.k_channel_scale), (f.v_signs, f.v_channel_scale))
     ):  # a Hadamard transform would cross the two warpgroups, each with half of the columns
         return f"wants rows that lie as they are with head sizes above 256, got rotated or scaled ones of {d} and {dv}"
     if f.k_cache.shape[1] % MIN_KEYS_PER_COPY:

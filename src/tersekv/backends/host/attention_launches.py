@@ -86,10 +86,10 @@ def kernel_choice_facts(f: SimpleNamespace, rows_if_batch_invariant: int = 1) ->
     return SimpleNamespace(**vars(f) | {"max_q_len": rows_if_batch_invariant, "page_table": table})
 
 
-def min_split_blocks(f: SimpleNamespace, tile: int) -> int:
+def min_split_key_blocks(f: SimpleNamespace, block_n: int) -> int:
     """Returns SPLIT_BLOCKS of `triton/parts/tile_scheduler`: least tiles of a split for batch invariant calls; else
     0."""
-    return max(1, SPLIT_KEYS // tile) if f.batch_invariant else 0
+    return max(1, SPLIT_KEYS // block_n) if f.batch_invariant else 0
 
 
 def split_and_combine_launches(

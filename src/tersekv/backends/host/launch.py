@@ -86,7 +86,7 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def shared_memory(f: SimpleNamespace) -> int:
+def shared_memory_bytes_per_cta(f: SimpleNamespace) -> int:
     """Returns the bytes of shared memory that one CTA can have."""
     if f.arch is None:
         return 65536  # AMD's; the interpreter has no limit
@@ -101,7 +101,7 @@ def shared_memory_of(arch: int) -> int:
 _SHARED_MEMORY = {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448, 110: 232448}
 
 
-def exceeds_int32(*caches: Any) -> bool:
+def offsets_within_page_exceed_int32(*caches: Any) -> bool:
     """Returns whether offsets within a page of some cache [pages, slots, ...] reach 2^31 elements."""
     extents = (
         (n - 1) * abs(step) for x in caches if x is not None for n, step in zip(x.shape[1:], x.stride[1:], strict=True)

@@ -169,7 +169,7 @@ def program_ends(*parts: RowPrograms) -> tuple[int, ...]:
     return tuple(accumulate(p.programs for p in parts))
 
 
-def common_stride_unit(*tensors: Any) -> int:
+def common_stride_unit_of_tensors(*tensors: Any) -> int:
     """Returns the largest power of two, up to 16, that divides every stride of these tensor facts but the last."""
     return gcd(16, *[s for t in tensors if t is not None for s in t.stride[:-1]])
 
@@ -200,7 +200,7 @@ def per_head(scale: Any) -> bool:
     return scale is not None and scale.shape[0] > 1
 
 
-def query_sizes(f: SimpleNamespace) -> tuple[int, int]:
+def num_q_heads_and_nope_columns(f: SimpleNamespace) -> tuple[int, int]:
     """Returns (query heads, unrotated columns of a query row), 0 where there is none."""
     q = f.q_rope or f.q_nope
     return (q.shape[1] if q else 0), (f.q_nope.shape[2] if f.q_nope else 0)

@@ -18,7 +18,14 @@ from .append import why_no_codec_pair
 from .exact import without_autocast
 from .gather import KeySlots, PagedRows, dequant_blocks
 from .key_lists import KeySet, attend_to_lists, listed_keys
-from .online_softmax import Results, SoftmaxState, attend, call_scale, finalize_to_out_and_lse, rows_by_kv_head
+from .online_softmax import (
+    Results,
+    SoftmaxState,
+    attend_to_batch_keys,
+    call_scale,
+    finalize_to_out_and_lse,
+    rows_by_kv_head,
+)
 from .quantize import zero_points
 from .requests import Batch, MaskAndSoftcap, request_batches, why_not_batch_invariant
 
@@ -53,7 +60,9 @@ def _attend_to_pages(call: Any) -> None:
         attend_to_lists([KeySet([q * k_factor], source, keys)], call.sinks, call.softcap, results)
     else:
         for batch in request_batches(call, mask_and_softcap, source.num_pages, source.page_size):
-            state = attend([rows_by_kv_head(q * k_factor, batch, source.heads)], source, batch, mask_and_softcap)
+            state = attend_to_batch_keys(
+                [rows_by_kv_head(q * k_factor, batch, source.heads)], source, batch, mask_and_softcap
+            )
             if state is not None:
                 results.put(batch, *finalize_to_out_and_lse(state, call.sinks, source.heads))
     results.out = rotation.unrotate_and_scale_output(call, results.out)
@@ -78,10 +87,12 @@ def _attend_to_pages_and_new_rows(call: Any) -> None:
         rows = _without_rows_that_see_no_keys(batch, t)
         state = None
         if pages.num_pages:
-            state = attend([rows_by_kv_head(q_pages, rows, pages.heads)], pages, _prefix_batch(rows), mask_and_softcap)
+            state = attend_to_batch_keys(
+                [rows_by_kv_head(q_pages, rows, pages.heads)], pages, _prefix_batch(rows), mask_and_softcap
+            )
         if state is not None:
             state = _prefix_state_in_original_units(state, call, v_factor, pages.heads)
-        state = attend(
+        state = attend_to_batch_keys(
             [rows_by_kv_head(q_new, rows, pages.heads)], new, _new_rows_as_keys(rows, t), mask_and_softcap, state
         )
         if state is not None:
@@ -100,13 +111,13 @@ class KVSource:
         self.widest = max(call.q.shape[2], call.out.shape[2])
 
     def keys(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
-        x, factor = self._load(self._k_format, self._k, self._ks, at)
+        x, factor = self._load_kv_and_row_scales(self._k_format, self._k, self._ks, at)
         return [x], factor
 
     def values(self, at: KeySlots) -> tuple[Tensor, Tensor | None]:
-        return self._load(self._v_format, self._v, self._vs, at)
+        return self._load_kv_and_row_scales(self._v_format, self._v, self._vs, at)
 
-    def _load(
+    def _load_kv_and_row_scales(
         self, f: KVFormat, codes: PagedRows, scales: PagedRows | None, at: KeySlots
     ) -> tuple[Tensor, Tensor | None]:
         if scales is None:

@@ -8,7 +8,7 @@ from typing import Any
 from tersekv.formats import INDEX_BLOCK, index_format
 
 from .exact import without_autocast
-from .index_rows import layer_norm, quantize_index_rows, rounded, turned
+from .index_rows import apply_rope_and_hadamard, layer_norm_fp64, quantize_index_rows, round_if_round16
 from .slots import scatter_rows, token_slots
 
 
@@ -26,8 +26,8 @@ def run(call: Any, config: None) -> None:
         return
     x = call.k.float()
     if call.norm_weight is not None:
-        x = rounded(call, layer_norm(x, call.norm_weight, call.norm_bias, call.epsilon), call.k.dtype)
-    x, known = turned(call, x, call.k.dtype)
+        x = round_if_round16(call, layer_norm_fp64(x, call.norm_weight, call.norm_bias, call.epsilon), call.k.dtype)
+    x, known = apply_rope_and_hadamard(call, x, call.k.dtype)
     num_pages, page_size = call.k_cache.shape[:2]
     slots = token_slots(call, num_pages, page_size, known)
     if slots is None:

@@ -14,7 +14,7 @@ from .rope import apply_rope, lookup_cos_sin_and_validity
 from .rotation import hadamard
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+def layer_norm_fp64(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     """Returns fp32 rows [..., D], normed: in fp64, rounded once."""
     y = x.double()
     y = y - y.mean(-1, keepdim=True)
@@ -22,7 +22,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
     return (y * weight.double() + bias.double()).float()
 
 
-def turned(call: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def apply_rope_and_hadamard(call: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Returns fp32 rows [T, D] or [T, Hi, D] with RoPE and rotation, and which tokens have a position (None: all).
 
     dtype:  of the caller's rows, to which `round16` rounds
@@ -33,13 +33,13 @@ def turned(call: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | N
         r, d = call.cos_sin_cache.shape[1], x.shape[-1]
         parts = list(x.split((d - r, r) if call.rope_last else (r, d - r), -1))
         parts[call.rope_last] = apply_rope(parts[call.rope_last], cos, sin, call.interleaved)
-        x = rounded(call, torch.cat(parts, -1), dtype)
+        x = round_if_round16(call, torch.cat(parts, -1), dtype)
     if call.hadamard:
-        x = rounded(call, hadamard(x), dtype)
+        x = round_if_round16(call, hadamard(x), dtype)
     return x, known
 
 
-def rounded(call: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+def round_if_round16(call: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).float() if call.round16 else x
 
 

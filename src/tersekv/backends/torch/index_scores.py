@@ -33,11 +33,11 @@ def configure(f: SimpleNamespace) -> None:
 
 @without_autocast
 def run(call: Any, config: None) -> None:
-    for group in rows_of_requests(call):
-        call.out[group.rows] = scores_of(call, group, call.out.shape[-1])
+    for group in iterate_rows_by_request(call):
+        call.out[group.rows] = compute_scores_of_rows(call, group, call.out.shape[-1])
 
 
-def positions(call: Any) -> tuple[Tensor, Tensor]:
+def request_and_position_of_rows(call: Any) -> tuple[Tensor, Tensor]:
     """Returns request [T] and position [T] of each row, int64; position −1 of a row without one."""
     t, b = call.q.shape[0], call.seq_lens.shape[0]
     row = torch.arange(t, device=call.q.device)
@@ -55,9 +55,9 @@ def positions(call: Any) -> tuple[Tensor, Tensor]:
     return request, torch.where(owned, position.clamp(min=-1), -1)
 
 
-def rows_of_requests(call: Any) -> Iterator[Rows]:
+def iterate_rows_by_request(call: Any) -> Iterator[Rows]:
     """Yields all rows: on a CPU request by request, checked; elsewhere one by one, so that the host reads no value."""
-    request, position = positions(call)
+    request, position = request_and_position_of_rows(call)
     visible = (position + 1) // call.ratio
     ends = getattr(call, "ends", None)
     if ends is not None:
@@ -66,7 +66,7 @@ def rows_of_requests(call: Any) -> Iterator[Rows]:
         for t in range(len(request)):
             yield Rows(request[t : t + 1], slice(t, t + 1), visible[t : t + 1])
         return
-    _check(call)
+    _check_lengths_rows_and_pages(call)
     start, ids = 0, request.tolist()
     for t in range(1, len(ids) + 1):
         if t == len(ids) or ids[t] != ids[start]:
@@ -74,7 +74,7 @@ def rows_of_requests(call: Any) -> Iterator[Rows]:
             start = t
 
 
-def _check(call: Any) -> None:
+def _check_lengths_rows_and_pages(call: Any) -> None:
     """Raise ValueError for lengths, rows or pages outside table, q or cache."""
     rows, (pages, size), room = call.q.shape[0], call.k_cache.shape[:2], call.page_table.shape[1]
     n = call.max_q_len
@@ -97,36 +97,36 @@ def _check(call: Any) -> None:
             raise ValueError(f"page_table: want page ids in [0, {pages}), got {int(ids[bad][0])} at request {b}")
 
 
-def scores_of(call: Any, group: Rows, width: int) -> Tensor:
+def compute_scores_of_rows(call: Any, request_rows: Rows, width: int) -> Tensor:
     """Returns the scores of these rows, fp32 [n, W]; each head's [n, Hi, W]."""
     num_pages, size = call.k_cache.shape[:2]
-    q = call.q[group.rows].float()
+    q = call.q[request_rows.rows].float()
     room = min(width * call.block, call.page_table.shape[1] * size) if num_pages else 0
-    visible = group.visible.clamp(max=room)
+    visible = request_rows.visible.clamp(max=room)
     if may_read(visible):  # no key is read that no row sees
         room = int(visible.amax())
     shape = (*q.shape[:2], width) if call.each else (q.shape[0], width)
     if room == 0:
         return q.new_full(shape, -torch.inf)
     key = torch.arange(room, device=q.device)
-    table = call.page_table[group.request, : -(-room // size)].to(torch.int64)[0]
+    table = call.page_table[request_rows.request, : -(-room // size)].to(torch.int64)[0]
     page = table[key // size].clamp(0, num_pages - 1)
-    s = _products(call, q, page, key % size)  # [n, Hi, keys]
+    s = _compute_qk(call, q, page, key % size)  # [n, Hi, keys]
     if call.relu:
         s = torch.relu(s)
     if call.weights is not None:
-        s = s * call.weights[group.rows][..., None]
+        s = s * call.weights[request_rows.rows][..., None]
     s = s if call.each else s.sum(1)
     if call.k_scale_cache is not None and call.k_scale_cache.dim() == 2:
         s = s * call.k_scale_cache[page, key % size]
     s = s * s.new_full((), call.scale)
     seen = key < visible[:, None]
     if getattr(call, "starts", None) is not None:
-        seen = seen & (key >= call.starts[group.rows].to(torch.int64)[:, None])
-    return _columns(s, seen[:, None] if call.each else seen, call.block, width)
+        seen = seen & (key >= call.starts[request_rows.rows].to(torch.int64)[:, None])
+    return _column_max_ignoring_nan(s, seen[:, None] if call.each else seen, call.block, width)
 
 
-def _products(call: Any, q: Tensor, page: Tensor, entry: Tensor) -> Tensor:
+def _compute_qk(call: Any, q: Tensor, page: Tensor, entry: Tensor) -> Tensor:
     """Returns q · k [n, Hi, keys]; with a scale for each block of columns, times these."""
     codes = call.k_cache.view(torch.uint8) if call.k_cache.element_size() == 1 else call.k_cache
     k = codes[page, entry].view(call.k_cache.dtype).float()
@@ -137,7 +137,7 @@ def _products(call: Any, q: Tensor, page: Tensor, entry: Tensor) -> Tensor:
     return sum(((a @ b.T) * scale for a, b, scale in blocks), q.new_zeros(()))
 
 
-def _columns(s: Tensor, seen: Tensor, block: int, width: int) -> Tensor:
+def _column_max_ignoring_nan(s: Tensor, seen: Tensor, block: int, width: int) -> Tensor:
     """Returns columns [..., W] of scores [..., keys]: the largest of each block of those seen, numbers before NaN."""
     more = -s.shape[-1] % block
     s = torch.nn.functional.pad(s, (0, more)).unflatten(-1, (-1, block))

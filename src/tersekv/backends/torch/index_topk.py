@@ -28,10 +28,12 @@ def run(call: Any, config: None) -> None:
         column = starts[:, None] + torch.arange(width, device=scores.device)  # the rest is not visible
         column = column.clamp(max=width - 1).view(-1, *[1] * (scores.dim() - 2), width)
         scores, visible = scores.gather(-1, column.expand_as(scores)), (visible - starts).clamp(min=0)
-    take(call, scores, visible, call.visible.to(torch.int64), call.open_group, call.out, call.out_lens)
+    store_topk_columns_and_counts(
+        call, scores, visible, call.visible.to(torch.int64), call.open_group, call.out, call.out_lens
+    )
 
 
-def take(
+def store_topk_columns_and_counts(
     call: Any, scores: Tensor, visible: Tensor, group: Tensor, is_open: Tensor | None, out: Tensor,
     out_lens: Tensor | None,
 ) -> None:  # fmt: skip

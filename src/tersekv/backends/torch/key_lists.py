@@ -31,11 +31,11 @@ class ListedKeys(NamedTuple):
 def listed_keys(call: Any, num_pages: int, page_size: int, of: str = "") -> ListedKeys:
     """Returns the keys of the lists of a call, [T, n] or [T, Hx, n]: by positions, or by slots where it has no page
     table. One list for all heads: [T, K]. of: what the lists belong to, in errors."""
-    used = _used_entries(call)
+    used = _entries_with_padding_as_minus_one(call)
     used = used[:, 0] if used.dim() == 3 and used.shape[1] == 1 else used
     if call.page_table is None:
         if may_read(used):
-            _raise_first(
+            _raise_at_first_wrong(
                 f"{of}indices", f"slots below {num_pages * page_size} (P * S)", used, used >= num_pages * page_size
             )
         visible = (used >= 0) & (used < num_pages * page_size)
@@ -43,8 +43,8 @@ def listed_keys(call: Any, num_pages: int, page_size: int, of: str = "") -> List
         return ListedKeys(slot // page_size, slot % page_size, visible)
     room = call.page_table.shape[1] * page_size
     if call.seq_lens is None and may_read(used):
-        _raise_first(f"{of}indices", f"positions below {room} (max_pages * S)", used, used >= room)
-    request, last = _request_and_position(call, room)
+        _raise_at_first_wrong(f"{of}indices", f"positions below {room} (max_pages * S)", used, used >= room)
+    request, last = _request_and_position_of_rows(call, room)
     last = last.view(-1, *[1] * (used.dim() - 1))
     # A block past the row's own position may stand for any number: no product before it is dropped.
     used = torch.where(used > last.div(call.block_size, rounding_mode="floor"), -1, used)
@@ -61,11 +61,11 @@ def listed_keys(call: Any, num_pages: int, page_size: int, of: str = "") -> List
     page = torch.where(visible, table[request, column.clamp(max=table.shape[1] - 1)], 0)
     if may_read(page):
         wrong = visible & ((page < 0) | (page >= num_pages))
-        _raise_first("page_table", f"page ids in [0, {num_pages}) for listed keys", page, wrong)
+        _raise_at_first_wrong("page_table", f"page ids in [0, {num_pages}) for listed keys", page, wrong)
     return ListedKeys(page, position % page_size, visible)
 
 
-def _used_entries(call: Any) -> Tensor:
+def _entries_with_padding_as_minus_one(call: Any) -> Tensor:
     """Returns the lists as int64, −1 for padding and past their ends."""
     x = call.indices.to(torch.int64)
     if call.indices.dtype == torch.uint32:
@@ -77,7 +77,7 @@ def _used_entries(call: Any) -> Tensor:
     return torch.where(torch.arange(x.shape[-1], device=x.device) < lens, x, -1)
 
 
-def _request_and_position(call: Any, room: int) -> tuple[Tensor, Tensor]:
+def _request_and_position_of_rows(call: Any, room: int) -> tuple[Tensor, Tensor]:
     """Returns the request of each row and its position there, [T] int64; position −1 for a row of no request. A second
     set of keys has no lengths: rows see all that there is room for."""
     count, row = call.page_table.shape[0], torch.arange(call.out.shape[0], device=call.out.device)
@@ -99,10 +99,12 @@ def _request_and_position(call: Any, room: int) -> tuple[Tensor, Tensor]:
 def _check_room(call: Any, visible: Tensor, position: Tensor, room: int) -> None:
     """Raise ValueError on a CPU for a listed key past the page table."""
     if may_read(position):
-        _raise_first("indices", f"positions below {room} (max_pages * S)", position, visible & (position >= room))
+        _raise_at_first_wrong(
+            "indices", f"positions below {room} (max_pages * S)", position, visible & (position >= room)
+        )
 
 
-def _raise_first(name: str, want: str, x: Tensor, wrong: Tensor) -> None:
+def _raise_at_first_wrong(name: str, want: str, x: Tensor, wrong: Tensor) -> None:
     if wrong.any():
         at = wrong.nonzero()[0].tolist()
         raise ValueError(f"{name}: want {want}, got {int(x[tuple(at)])} at {at}")
@@ -131,7 +133,7 @@ def attend_to_lists(
         rows = slice(begin, min(begin + step, tokens))
         found = [_scores_and_values(x, rows, softcap) for x in sets]
         s, values = torch.cat([x[0] for x in found], -1), torch.cat([x[1] for x in found], -2)
-        out, lse = _softmax(s, values, sinks, lse_of_keys)
+        out, lse = _output_and_lse_of_scores(s, values, sinks, lse_of_keys)
         results.out[rows], results.lse[rows] = out.flatten(1, 2), lse.flatten(1, 2)
         results.max_logits[rows] = s.amax(-1).flatten(1, 2)
 
@@ -140,7 +142,7 @@ def _scores_and_values(x: KeySet, rows: slice, softcap: float) -> tuple[Tensor, 
     """Returns scores [N, H, G, K], −inf where a key is not visible, and values [N, H, K, Dv], 0 there."""
     heads, visible = x.source.heads, x.keys.visible[rows]
     visible = visible[:, None] if visible.dim() == 2 else visible
-    keys, values = _load(x.source, x.keys, rows)
+    keys, values = _load_kv_and_scales(x.source, x.keys, rows)
     s = torch.zeros((), device=visible.device)
     for q, k in zip(x.q, keys[:-1], strict=True):
         s = s + torch.einsum("nhgd,nhkd->nhgk", q[rows].unflatten(1, (heads, -1)), k)
@@ -153,7 +155,7 @@ def _scores_and_values(x: KeySet, rows: slice, softcap: float) -> tuple[Tensor, 
     return torch.where(visible[:, :, None], s, -torch.inf), v
 
 
-def _load(source: PagedSource, keys: ListedKeys, rows: slice) -> tuple[list[Any], list[Any]]:
+def _load_kv_and_scales(source: PagedSource, keys: ListedKeys, rows: slice) -> tuple[list[Any], list[Any]]:
     """Returns key parts [N, H, K, D_i] and their scale [N, H, K] or None; values and theirs."""
 
     def load(pages: Tensor, slots: Tensor) -> list[Tensor | None]:
@@ -170,7 +172,9 @@ def _load(source: PagedSource, keys: ListedKeys, rows: slice) -> tuple[list[Any]
     return found[:-2], found[-2:]
 
 
-def _softmax(s: Tensor, values: Tensor, sinks: Tensor | None, lse_of_keys: bool) -> tuple[Tensor, Tensor]:
+def _output_and_lse_of_scores(
+    s: Tensor, values: Tensor, sinks: Tensor | None, lse_of_keys: bool
+) -> tuple[Tensor, Tensor]:
     """Returns the output [N, H, G, Dv] and LSE [N, H, G]; a row without keys: 0 and −inf, whatever its sink."""
     empty = (s == -torch.inf).all(-1)
     top = s.amax(-1).masked_fill(empty, 0.0)

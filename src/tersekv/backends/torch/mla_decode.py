@@ -22,7 +22,14 @@ from tersekv.formats import (
 from .exact import without_autocast
 from .gather import KeySlots, PagedRows, dequant_blocks
 from .key_lists import KeySet, attend_to_lists, listed_keys
-from .online_softmax import PagedSource, Results, attend, call_scale, finalize_to_out_and_lse, rows_by_kv_head
+from .online_softmax import (
+    PagedSource,
+    Results,
+    attend_to_batch_keys,
+    call_scale,
+    finalize_to_out_and_lse,
+    rows_by_kv_head,
+)
 from .quantize import dequantize, why_no_codec
 from .requests import MaskAndSoftcap, request_batches, why_not_batch_invariant
 
@@ -51,7 +58,7 @@ def run(call: Any, config: None) -> None:
     source, kv_scale = _source(call), call_scale(call, "kv_scale")
     q = _scaled_query(call)
     for batch in request_batches(call, MaskAndSoftcap(), source.num_pages, source.page_size):
-        state = attend([rows_by_kv_head(x, batch, 1) for x in q], source, batch, MaskAndSoftcap())
+        state = attend_to_batch_keys([rows_by_kv_head(x, batch, 1) for x in q], source, batch, MaskAndSoftcap())
         if state is not None:
             results.put(batch, *finalize_to_out_and_lse(state, call.sinks, 1, call.lse_of_keys))
     results.write(call, kv_scale * call_scale(call, "out_scale"))

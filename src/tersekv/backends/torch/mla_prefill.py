@@ -98,15 +98,15 @@ def rope_queries_and_store_new_latents(call: Any, cu_seqlens_q: list[int], new_s
     )  # fmt: skip
 
 
-def chunk_slots(call: Any, chunk: int, max_rows: int) -> RowSlots:
+def chunk_slots(call: Any, i_chunk: int, max_rows: int) -> RowSlots:
     """Returns pages and slots of a chunk's tokens. Raises ValueError for one outside the cache."""
-    rows = [min(row, max_rows) for row in call.buffer_row_offsets[chunk].tolist()]
+    rows = [min(row, max_rows) for row in call.buffer_row_offsets[i_chunk].tolist()]
     if rows != sorted(rows):
-        raise ValueError(f"plan.buffer_row_offsets: want rows that never fall, got {rows} in chunk {chunk}")
+        raise ValueError(f"plan.buffer_row_offsets: want rows that never fall, got {rows} in chunk {i_chunk}")
     if rows[0] < 0:
-        raise ValueError(f"plan.buffer_row_offsets: want rows from 0 on, got {rows} in chunk {chunk}")
+        raise ValueError(f"plan.buffer_row_offsets: want rows from 0 on, got {rows} in chunk {i_chunk}")
     request, index = request_and_index_of_rows(rows, call.q.device)
-    position = call.cache_offsets[chunk].to(torch.int64)[request] + index
+    position = call.cache_offsets[i_chunk].to(torch.int64)[request] + index
     try:
         at = checked_page_and_slot(call.page_table, request, position, call.ckv)
     except ValueError:
@@ -115,35 +115,37 @@ def chunk_slots(call: Any, chunk: int, max_rows: int) -> RowSlots:
         if not beyond.any():
             raise
         b = int(request[beyond.nonzero()[0, 0]])
-        got = f"{int(position[request == b].min())} to {int(position[request == b].max())} in chunk {chunk}"
+        got = f"{int(position[request == b].min())} to {int(position[request == b].max())} in chunk {i_chunk}"
         raise ValueError(f"plan: want tokens in [0, {int(lens[b])}) of request {b}, got {got}") from None
     return RowSlots(position, at, rows)
 
 
-def gather_latents(call: Any, chunk: int, max_rows: int) -> tuple[Tensor, Tensor, list[int]]:
+def gather_latents(call: Any, i_chunk: int, max_rows: int) -> tuple[Tensor, Tensor, list[int]]:
     """Returns dequantized latents [M, L], rotary parts [M, R] and the requests' first rows [B + 1] of a chunk."""
-    slots = chunk_slots(call, chunk, max_rows)
-    return *_load(call, slots), slots.first
+    slots = chunk_slots(call, i_chunk, max_rows)
+    return *_load_dequantized_latents(call, slots), slots.first
 
 
-def _load(call: Any, slots: RowSlots) -> tuple[Tensor, Tensor]:
+def _load_dequantized_latents(call: Any, slots: RowSlots) -> tuple[Tensor, Tensor]:
     return load_and_dequantize_latents(
         call.ckv, call.kpe, call.ckv_scale_cache, slots.at, latent_format(call.format), _kv_scale(call)
     )
 
 
-def up_project(codes: Tensor, scales: Tensor | None, weight: Tensor, weight_scales: Tensor | None) -> Tensor:
+def up_project_latents_to_fp32(
+    latents: Tensor, latent_scales: Tensor | None, weight: Tensor, weight_scales: Tensor | None
+) -> Tensor:
     """Returns codes [M, L] × weight [N, L] → [M, N] fp32. With scales (of codes [M, L/128], of weight [N, L/128]) the
     partial sums of 128 columns are scaled before they are added.
     """
-    codes, weight = codes.to(torch.float32), weight.to(torch.float32)
-    if scales is None or weight_scales is None:
-        return codes @ weight.T
-    out = torch.zeros(codes.shape[0], weight.shape[0], dtype=torch.float32, device=codes.device)
-    for group in range(scales.shape[1]):
+    latents, weight = latents.to(torch.float32), weight.to(torch.float32)
+    if latent_scales is None or weight_scales is None:
+        return latents @ weight.T
+    out = torch.zeros(latents.shape[0], weight.shape[0], dtype=torch.float32, device=latents.device)
+    for group in range(latent_scales.shape[1]):
         columns = slice(group * LATENT_GROUP, (group + 1) * LATENT_GROUP)
-        partial = codes[:, columns] @ weight[:, columns].T
-        out += partial * (scales[:, group, None] * weight_scales[:, group])
+        partial = latents[:, columns] @ weight[:, columns].T
+        out += partial * (latent_scales[:, group, None] * weight_scales[:, group])
     return out
 
 
@@ -182,12 +184,12 @@ def merge_partial_in_place(out: Tensor, lse: Tensor, part: Tensor, part_lse: Ten
 
 
 def _merge_attention_to_chunk(
-    call: Any, chunk: int, slots: RowSlots, cu_seqlens_q: list[int], out: Tensor, lse: Tensor
+    call: Any, i_chunk: int, slots: RowSlots, cu_seqlens_q: list[int], out: Tensor, lse: Tensor
 ) -> None:
     """Merge the attention over one chunk's rows into (out, lse)."""
     dtype, heads, dim_v = call.q.dtype, call.q.shape[1], call.out.shape[2]
     dim = call.q.shape[2] - call.kpe.shape[2] + dim_v
-    (latent, k_pe), rows = _load(call, slots), slots.first
+    (latent, k_pe), rows = _load_dequantized_latents(call, slots), slots.first
     scales = weight_scales = None
     if call.kv_b_proj_scale is None:
         latent = latent.to(dtype)
@@ -195,12 +197,14 @@ def _merge_attention_to_chunk(
         latent, scales = quantize_latents_by_128_columns(latent)
         weight_scales = call.kv_b_proj_scale.repeat_interleave(LATENT_GROUP, 0)
     k_pe = k_pe.to(dtype).to(torch.float32)
-    cached, first = call.cache_lens.tolist(), call.cache_offsets[chunk].tolist()
+    cached, first = call.cache_lens.tolist(), call.cache_offsets[i_chunk].tolist()
     step = max(1, _BLOCK // max(1, rows[-1] * dim))
     for head in range(0, heads, step):
         some = slice(head, head + step)
         w = slice(some.start * dim, min(some.stop, heads) * dim)
-        kv = up_project(latent, scales, call.kv_b_proj[w], None if weight_scales is None else weight_scales[w])
+        kv = up_project_latents_to_fp32(
+            latent, scales, call.kv_b_proj[w], None if weight_scales is None else weight_scales[w]
+        )
         kv = kv.to(dtype).to(torch.float32).unflatten(1, (-1, dim)).transpose(0, 1)  # [h, M, Dn + Dv]
         for b in range(len(cached)):
             keys = slice(rows[b], rows[b + 1])

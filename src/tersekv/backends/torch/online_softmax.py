@@ -91,7 +91,7 @@ def _heads_by_row(x: Tensor, b: int, q: int) -> Tensor:
     return x.view(b, -1, q, x.shape[1] // q, d).transpose(1, 2).reshape(b * q, -1, d)
 
 
-def attend(
+def attend_to_batch_keys(
     q_scaled: list[Tensor],
     source: PagedSource,
     batch: Batch,

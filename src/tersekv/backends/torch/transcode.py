@@ -36,13 +36,13 @@ def run(call: Any, config: None) -> None:
         return
     for first in range(0, call.num_tokens, _CHUNK):
         token = torch.arange(first, min(first + _CHUNK, call.num_tokens), device=call.src_k.device)
-        page, entry, live = _source(call, token)
-        slots = _target(call, token, live)
+        page, entry, live = _source_pages_slots_and_validity(call, token)
+        slots = _target_token_slots(call, token, live)
         for side in ("k", "v"):
-            _write_side(call, side, page, entry, slots)
+            _transcode_k_or_v(call, side, page, entry, slots)
 
 
-def _source(call: Any, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _source_pages_slots_and_validity(call: Any, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns page and slot of each token, and whether there is one; where there is none page 0."""
     num_pages, size = call.src_k.shape[:2]
     page = call.src_pages.to(torch.int64)[token // size]
@@ -52,7 +52,7 @@ def _source(call: Any, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(live, page, 0), token % size, live
 
 
-def _target(call: Any, token: Tensor, live: Tensor) -> TokenSlots:
+def _target_token_slots(call: Any, token: Tensor, live: Tensor) -> TokenSlots:
     num_pages, size = call.k_cache.shape[:2]
     page = call.dst_pages.to(torch.int64)[token // size]
     live = live & (page >= 0) & (page < num_pages)
@@ -62,14 +62,14 @@ def _target(call: Any, token: Tensor, live: Tensor) -> TokenSlots:
     return slots
 
 
-def _write_side(call: Any, side: str, page: Tensor, entry: Tensor, slots: TokenSlots) -> None:
+def _transcode_k_or_v(call: Any, side: str, page: Tensor, entry: Tensor, slots: TokenSlots) -> None:
     """Store K or V of the tokens."""
     src, dst = (ALL_FORMATS[name] for name in _formats(call, side))
     cache, scale_cache = getattr(call, f"{side}_cache"), getattr(call, f"{side}_scale_cache")
-    codes = _rows(getattr(call, f"src_{side}"), page, entry)
+    codes = _load_rows(getattr(call, f"src_{side}"), page, entry)
     stored = getattr(call, f"src_{side}_scale_cache")
-    stored = None if stored is None else _rows(stored, page, entry)
-    old, new = (_scale(call, f"{prefix}{side}_scale", codes) for prefix in ("src_", ""))
+    stored = None if stored is None else _load_rows(stored, page, entry)
+    old, new = (_dequantizing_scale(call, f"{prefix}{side}_scale", codes) for prefix in ("src_", ""))
     attributes = [
         (getattr(call, f"{prefix}{side}_signs"), getattr(call, f"{prefix}{side}_channel_scale"))
         for prefix in ("src_", "")
@@ -80,9 +80,9 @@ def _write_side(call: Any, side: str, page: Tensor, entry: Tensor, slots: TokenS
     new_codes, new_stored = quantize_rows(x, dst, reciprocal(new)[:, None], global_scale)
     if src is dst:
         same = same & (old == new)
-        new_codes = _kept(same, codes, new_codes)
+        new_codes = _keep_equal_rows(same, codes, new_codes)
         if stored is not None and new_stored is not None:
-            new_stored = _kept(same, stored, new_stored)
+            new_stored = _keep_equal_rows(same, stored, new_stored)
     scatter_rows(cache, new_codes, slots)
     if new_stored is not None:
         scatter_rows(scale_cache, new_stored, slots)
@@ -92,18 +92,18 @@ def _formats(call: Any, side: str) -> tuple[str, str]:
     return (call.src_format, call.format) if side == "k" else (call.src_v_format, call.v_format)
 
 
-def _rows(x: Tensor, page: Tensor, entry: Tensor) -> Tensor:
+def _load_rows(x: Tensor, page: Tensor, entry: Tensor) -> Tensor:
     """Returns rows x[page, entry]; some devices cannot index fp8."""
     return (x.view(torch.uint8) if x.element_size() == 1 else x)[page, entry].view(x.dtype)
 
 
-def _scale(call: Any, name: str, like: Tensor) -> Tensor:
+def _dequantizing_scale(call: Any, name: str, like: Tensor) -> Tensor:
     """Returns the dequantising scale, fp32 [1] or [H]."""
     value, tensor = getattr(call, name), getattr(call, f"{name}_t")
     return torch.full((1,), value, dtype=torch.float32, device=like.device) if tensor is None else tensor
 
 
-def _kept(same: Tensor, old: Tensor, new: Tensor) -> Tensor:
+def _keep_equal_rows(same: Tensor, old: Tensor, new: Tensor) -> Tensor:
     """Returns rows [T, H, ...] of heads that are the same on both sides as they were, others as they became."""
     same = same.view(-1, *[1] * (old.dim() - 2))
     if old.element_size() > 1:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..host.bind import BoundLaunches, HostAction, LaunchSequence, TensorArg
-from .parts.index_scores import score_launch, why_not_scores
+from .parts.index_scores import index_score_launch, why_not_scores
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -18,12 +18,12 @@ def configure(f: SimpleNamespace) -> LaunchSequence | HostAction:
     if 0 in f.out.shape:
         return LaunchSequence()
     if f.seq_lens.shape[0] == 0 or f.page_table.shape[1] == 0 or f.k_cache.shape[0] == 0:
-        return HostAction(_write_nothing)
+        return HostAction(_fill_minus_inf_scores)
     strides = f.out.stride[0], f.out.stride[1] if f.each else 0
-    return LaunchSequence(score_launch(f, TensorArg("out"), strides, range(rows), width))
+    return LaunchSequence(index_score_launch(f, TensorArg("out"), strides, range(rows), width))
 
 
-def _write_nothing(call: Any) -> None:
+def _fill_minus_inf_scores(call: Any) -> None:
     call.out.fill_(float("-inf"))
 
 

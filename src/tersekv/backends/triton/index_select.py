@@ -8,8 +8,8 @@ from typing import Any
 
 from ..host.bind import WORKSPACE, BoundLaunches, HostAction, KernelLaunch, LaunchSequence, TensorArg, Workspace
 from ..host.kernel_config import KernelConfig
-from .parts.index_scores import row_args, row_config, score_launch, why_not_scores
-from .parts.index_topk import candidate_slices, candidates_of_rounds, topk_launches
+from .parts.index_scores import index_score_launch, request_search_args, request_search_constants, why_not_scores
+from .parts.index_topk import candidate_slices, candidates_of_rounds, index_topk_launches
 
 MAX_SCORES = 1 << 26  # of the workspace, with what is taken of them: 256 MB
 _MAX_CACHED_BYTES = 64 << 20  # a workspace that is kept between calls
@@ -33,27 +33,27 @@ def configure(f: SimpleNamespace) -> LaunchSequence | HostAction:
     if 0 in f.out.shape:
         return LaunchSequence()
     if f.seq_lens.shape[0] == 0:
-        return HostAction(_take_nothing)
+        return HostAction(_fill_empty_selection)
     lines = f.q.shape[1] if f.each else 1
     num_rows, width = f.out.shape[0], f.width if f.page_table.shape[1] and f.k_cache.shape[0] else 0
     words = lines * (width + 2 * sum(n for n, _ in candidates_of_rounds(width, f.k)))
     step = max(1, min(num_rows, MAX_SCORES // max(words, 1)))
     scores, strides = TensorArg(WORKSPACE), (width * lines, width)
-    arguments = row_args(f) | {
+    arguments = request_search_args(f) | {
         "STARTS": None, "VISIBLE": None, "OPEN_GROUP": None, "HAS_GROUP": f.open_group, "KEYS": f.block,
-        "cfg": RowConfig(**row_config(f)),
+        "cfg": RowConfig(**request_search_constants(f)),
     }  # fmt: skip
     launches: list[KernelLaunch] = []
     for start in range(0, num_rows, step):
         rows = range(start, min(start + step, num_rows))
         if width:
-            launches.append(score_launch(f, scores, strides, rows, width))
-        launches += topk_launches(f, scores, strides, rows, width, arguments)
+            launches.append(index_score_launch(f, scores, strides, rows, width))
+        launches += index_topk_launches(f, scores, strides, rows, width, arguments)
     slices = candidate_slices(step * lines, width, f.k)
     return LaunchSequence(*launches, workspace=Workspace(max(step * width * lines, 1), dict(slices), _MAX_CACHED_BYTES))
 
 
-def _take_nothing(call: Any) -> None:
+def _fill_empty_selection(call: Any) -> None:
     call.out.fill_(-1)
     call.out_lens.zero_()
 

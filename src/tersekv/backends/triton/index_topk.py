@@ -7,7 +7,7 @@ from typing import Any
 
 from ..host import launch
 from ..host.bind import BoundLaunches, LaunchSequence, TensorArg, Workspace, tensor_args
-from .parts.index_topk import candidate_slices, candidates_of_rounds, topk_launches
+from .parts.index_topk import candidate_slices, candidates_of_rounds, index_topk_launches
 
 _MAX_WORDS = 1 << 24  # of the workspace: 64 MB
 
@@ -30,7 +30,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     launches = [
         x
         for start in range(0, num_rows, step)
-        for x in topk_launches(
+        for x in index_topk_launches(
             f, TensorArg("scores", row=start), strides, range(start, min(start + step, num_rows)), width, arguments
         )
     ]

@@ -65,7 +65,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     num_states, num_tokens, heads, d = f.outs.shape
     if num_tokens * heads * d == 0:
         return LaunchSequence()
-    c, unit = row_programs.padded_columns(d), row_programs.common_stride_unit(f.outs, f.out)
+    c, unit = row_programs.padded_columns(d), row_programs.common_stride_unit_of_tensors(f.outs, f.out)
     part = row_programs.RowPrograms(num_tokens, heads, c, row_programs.program_elements(num_tokens * heads * c))
     arguments = _TENSOR_ARGS | {
         "strides_outs": row_programs.strides_in_units(f.outs, 3, unit), "strides_lses": f.lses.stride,

@@ -115,7 +115,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> LaunchSequence:
     (num_tokens, rank), r = f.kv_c.shape, f.kpe.shape[2]
-    heads, q_nope = row_programs.query_sizes(f)
+    heads, q_nope = row_programs.num_q_heads_and_nope_columns(f)
     l_pad, r_pad, q_nope_pad = (
         row_programs.padded_columns(rank, f.format),
         row_programs.padded_columns(r),
@@ -135,7 +135,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     if num_programs == 0:
         return LaunchSequence()
     rows = (f.q_rope, f.q_nope, f.kv_c, f.k_pe, f.q_rope_out, f.q_nope_out)
-    unit = row_programs.common_stride_unit(*rows, f.ckv, f.kpe)
+    unit = row_programs.common_stride_unit_of_tensors(*rows, f.ckv, f.kpe)
     max_pos, stride = (f.cos_sin_cache.shape[0], f.cos_sin_cache.stride[0]) if f.cos_sin_cache else (0, 0)
     # The rotary part of a row with group scales is 16-bit, and is not scaled.
     pe_format = f.format if latent_format(f.format).scale == TENSOR else "bf16"

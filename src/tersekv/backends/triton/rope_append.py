@@ -110,7 +110,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     num_tokens, heads, r = f.k_rope.shape
     dk, dv = r + (f.k_nope.shape[2] if f.k_nope else 0), f.v.shape[2]
     formats = [fmt.name for fmt in pair_of(f)]
-    q_heads, q_nope = row_programs.query_sizes(f)
+    q_heads, q_nope = row_programs.num_q_heads_and_nope_columns(f)
     r_pad, q_nope_pad = row_programs.padded_columns(r), row_programs.padded_columns(q_nope)
     dk_pad, dv_pad = row_programs.padded_columns(dk, formats[0]), row_programs.padded_columns(dv, formats[1])
     is_rotated = f.k_signs is not None or f.k_channel_scale is not None
@@ -134,7 +134,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     if num_programs == 0:
         return LaunchSequence()
     rows = (f.q_rope, f.q_nope, f.k_rope, f.k_nope, f.v, f.q_rope_out, f.q_nope_out)
-    unit = row_programs.common_stride_unit(*rows, f.k_cache, f.v_cache)
+    unit = row_programs.common_stride_unit_of_tensors(*rows, f.k_cache, f.v_cache)
     names = ("q_rope", "q_nope", "k_rope", "k_nope", "v", "q_rope_out", "q_nope_out")
     arguments: dict[str, Any] = dict(_TENSOR_ARGS)
     arguments |= {f"strides_{n}": row_programs.strides_in_units(x, 2, unit) for n, x in zip(names, rows, strict=True)}

@@ -52,7 +52,7 @@ _MAX_ROWS = 1 << 31  # of a side, that 32 bits count
 
 
 @triton.jit
-def layer_distance(p_layer, COLUMN: tl.constexpr, SIZE: tl.constexpr):
+def load_layer_offset(p_layer, COLUMN: tl.constexpr, SIZE: tl.constexpr):
     """Returns how many elements of SIZE bytes a layer's tensor lies behind that of the first layer."""
     if p_layer is None:
         return tl.full([], 0, tl.int64)
@@ -61,13 +61,13 @@ def layer_distance(p_layer, COLUMN: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_scale(
+def load_dequantizing_scale(
     p_scale, scale, p_layer, TENSOR_COLUMN: tl.constexpr, COLUMN: tl.constexpr, head, PER_HEAD: tl.constexpr
 ):
     """Returns the dequantizing scale of rows: [ROWS, 1] with one for each head, else [1, 1]."""
     one = tl.zeros([1, 1], tl.int32)
     if p_scale is not None:
-        p_scale += layer_distance(p_layer, TENSOR_COLUMN, 4)
+        p_scale += load_layer_offset(p_layer, TENSOR_COLUMN, 4)
         return tl.load(p_scale + (head[:, None] if PER_HEAD else one))
     elif p_layer is not None:
         return tl.load(p_layer + COLUMN + one).to(tl.int32).to(tl.float32, bitcast=True)
@@ -76,7 +76,7 @@ def load_scale(
 
 
 @triton.jit
-def page_and_slot(token, p_pages, num_pages, live, PAGE: tl.constexpr):
+def load_page_slot_and_validity(token, p_pages, num_pages, live, PAGE: tl.constexpr):
     """Returns (page, slot, whether the page exists) of tokens: int64, int64, bool. Without one the page is arbitrary:
     Triton 3.6 cannot compile a select of int64 pages."""
     page = tl.load(p_pages + token // PAGE, mask=live, other=-1).to(tl.int64)
@@ -159,7 +159,7 @@ def count_unequal_signs(src_attributes, dst_attributes, SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_channels(attributes, head, D: tl.constexpr, D_PAD: tl.constexpr):
+def load_channel_scales_or_ones(attributes, head, D: tl.constexpr, D_PAD: tl.constexpr):
     """Returns channel scales of heads, [ROWS, D_PAD]; 1 where there are none."""
     _, _, p_channels, distance, stride = attributes
     c = tl.arange(0, D_PAD)[None, :]
@@ -170,18 +170,18 @@ def load_channels(attributes, head, D: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
-def count_unequal_channels(src_attributes, dst_attributes, head, D: tl.constexpr, D_PAD: tl.constexpr):
+def count_unequal_channel_scales(src_attributes, dst_attributes, head, D: tl.constexpr, D_PAD: tl.constexpr):
     """Returns how many channel scales of heads differ, int32 [ROWS, 1]."""
     if src_attributes[2] is None and dst_attributes[2] is None:
         return tl.zeros([head.shape[0], 1], tl.int32)
     else:
-        old = load_channels(src_attributes, head, D, D_PAD)
-        new = load_channels(dst_attributes, head, D, D_PAD)
+        old = load_channel_scales_or_ones(src_attributes, head, D, D_PAD)
+        new = load_channel_scales_or_ones(dst_attributes, head, D, D_PAD)
         return tl.sum((old != new).to(tl.int32), 1)[:, None]
 
 
 @triton.jit
-def change_attributes(x, src_attributes, dst_attributes, unequal_channels, head, D: tl.constexpr):
+def change_rotation_and_channel_scales(x, src_attributes, dst_attributes, unequal_channels, head, D: tl.constexpr):
     """Returns rows x [ROWS, D_PAD] fp32, rotated back, with other channel scales, and rotated anew.
 
     src_attributes, dst_attributes:  pointers to signs and to channel scales, either may be None, each with the layer's
@@ -195,8 +195,8 @@ def change_attributes(x, src_attributes, dst_attributes, unequal_channels, head,
     if p_src_signs is not None:
         x = blockwise_hadamard_unnormalized(x, SIZE) * SIZE**-0.5 * tl.load(p_src_signs + src_distance + c % SIZE)
     if p_src_channels is not None or p_dst_channels is not None:
-        old = load_channels(src_attributes, head, D, D_PAD)
-        new = load_channels(dst_attributes, head, D, D_PAD)
+        old = load_channel_scales_or_ones(src_attributes, head, D, D_PAD)
+        new = load_channel_scales_or_ones(dst_attributes, head, D, D_PAD)
         x = tl.where(unequal_channels == 0, x, x * old * reciprocal_rn(new))
     if p_dst_signs is not None:
         x = blockwise_hadamard_unnormalized(x * tl.load(p_dst_signs + dst_distance + c % SIZE), SIZE) * SIZE**-0.5
@@ -221,7 +221,7 @@ def load_tiles(
         row_min, row_max = row_range_of_words(words, FORMAT)
     if FORMAT.SCALE == TOKEN_HEAD or FORMAT.SCALE == TENSOR:
         if FORMAT.SCALE == TENSOR:
-            factor = load_scale(p_scale, scale, p_layer, 8 + SIDE, 20 + SIDE, head, PER_HEAD)
+            factor = load_dequantizing_scale(p_scale, scale, p_layer, 8 + SIDE, 20 + SIDE, head, PER_HEAD)
         else:
             factor = tl.load(p_stored + o_stored, mask=m_live, other=0.0)
         scaled = ()
@@ -256,24 +256,24 @@ def transcode_rows(
     p_src_pages, p_dst_pages, num_src_pages, num_dst_pages = page_args
     token, head = token_and_head_of_rows(i_block, max_tokens, H, ROWS)
     live = token < (max_tokens if p_num_tokens is None else tl.load(p_num_tokens).to(tl.int64))
-    src_page, src_slot, live = page_and_slot(token, p_src_pages, num_src_pages, live, SRC_PAGE)
-    dst_page, dst_slot, live = page_and_slot(token, p_dst_pages, num_dst_pages, live, DST_PAGE)
+    src_page, src_slot, live = load_page_slot_and_validity(token, p_src_pages, num_src_pages, live, SRC_PAGE)
+    dst_page, dst_slot, live = load_page_slot_and_validity(token, p_dst_pages, num_dst_pages, live, DST_PAGE)
     m_live = live[:, None]
-    p_src = src[0] + layer_distance(p_layer, SIDE, src[0].dtype.element_ty.primitive_bitwidth // 8)
-    p_dst = dst[0] + layer_distance(p_layer, 4 + SIDE, dst[0].dtype.element_ty.primitive_bitwidth // 8)
+    p_src = src[0] + load_layer_offset(p_layer, SIDE, src[0].dtype.element_ty.primitive_bitwidth // 8)
+    p_dst = dst[0] + load_layer_offset(p_layer, 4 + SIDE, dst[0].dtype.element_ty.primitive_bitwidth // 8)
     o_src = cache_row_offsets(src_page, src_slot, head, src[6], STRIDE_UNIT)
     o_dst = cache_row_offsets(dst_page, dst_slot, head, dst[6], STRIDE_UNIT)
     # Stored scales, fp32 or bytes, if there are any.
     p_src_stored, p_dst_stored = src[1], dst[1]
     o_src_stored = cache_row_offsets(src_page, src_slot, head, src[7], 1)
     o_dst_stored = cache_row_offsets(dst_page, dst_slot, head, dst[7], 1)
-    o_src_stored += layer_distance(p_layer, 2 + SIDE, 1 if SRC_FORMAT.SCALE == BLOCK else 4)
-    o_dst_stored += layer_distance(p_layer, 6 + SIDE, 1 if DST_FORMAT.SCALE == BLOCK else 4)
+    o_src_stored += load_layer_offset(p_layer, 2 + SIDE, 1 if SRC_FORMAT.SCALE == BLOCK else 4)
+    o_dst_stored += load_layer_offset(p_layer, 6 + SIDE, 1 if DST_FORMAT.SCALE == BLOCK else 4)
 
     if THREADS > 0:
         tiles, row_range = load_tiles(
             p_src, o_src, p_src_stored, o_src_stored, m_live, src[2], src[5], p_layer, head, SIDE, D, THREADS,
-            SRC_FORMAT, SRC_PER_HEAD, None if dst[3] is None else dst[3] + layer_distance(p_layer, 14 + SIDE, 4),
+            SRC_FORMAT, SRC_PER_HEAD, None if dst[3] is None else dst[3] + load_layer_offset(p_layer, 14 + SIDE, 4),
             NATIVE_E4M3, USE_PTX,
         )  # fmt: skip
         quantize_and_store_int4_tiles(
@@ -286,17 +286,17 @@ def transcode_rows(
     codes = load_live_rows(p_src, o_src, m_live, D // PER_ELEMENT, D_PAD // PER_ELEMENT)
     SAME_FORMAT: tl.constexpr = SRC_FORMAT.CODE == DST_FORMAT.CODE and SRC_FORMAT.SCALE == DST_FORMAT.SCALE
     if not COPY:
-        src_scale = load_scale(src[2], src[5], p_layer, 8 + SIDE, 20 + SIDE, head, SRC_PER_HEAD)
-        dst_scale = load_scale(dst[2], dst[5], p_layer, 10 + SIDE, 22 + SIDE, head, DST_PER_HEAD)
+        src_scale = load_dequantizing_scale(src[2], src[5], p_layer, 8 + SIDE, 20 + SIDE, head, SRC_PER_HEAD)
+        dst_scale = load_dequantizing_scale(dst[2], dst[5], p_layer, 10 + SIDE, 22 + SIDE, head, DST_PER_HEAD)
         src_attributes = (
-            src[3], layer_distance(p_layer, 12 + SIDE, 4), src[4], layer_distance(p_layer, 16 + SIDE, 4),
+            src[3], load_layer_offset(p_layer, 12 + SIDE, 4), src[4], load_layer_offset(p_layer, 16 + SIDE, 4),
             head_strides[0],
         )  # fmt: skip
         dst_attributes = (
-            dst[3], layer_distance(p_layer, 14 + SIDE, 4), dst[4], layer_distance(p_layer, 18 + SIDE, 4),
+            dst[3], load_layer_offset(p_layer, 14 + SIDE, 4), dst[4], load_layer_offset(p_layer, 18 + SIDE, 4),
             head_strides[1],
         )  # fmt: skip
-        unequal_channels = count_unequal_channels(src_attributes, dst_attributes, head, D, D_PAD)
+        unequal_channels = count_unequal_channel_scales(src_attributes, dst_attributes, head, D, D_PAD)
         unequal = unequal_channels + count_unequal_signs(src_attributes, dst_attributes, D & -D)
 
     # Rows that are the same on both sides.
@@ -321,7 +321,9 @@ def transcode_rows(
             HAS_ATTRIBUTES: tl.constexpr = not (src[3] is None and src[4] is None and dst[3] is None and dst[4] is None)
             if HAS_ATTRIBUTES:  # noqa: SIM102 (a constant, and a value of the device)
                 if tl.max(tl.max(unequal, 1), 0) != 0:
-                    changed = change_attributes(x, src_attributes, dst_attributes, unequal_channels, head, D)
+                    changed = change_rotation_and_channel_scales(
+                        x, src_attributes, dst_attributes, unequal_channels, head, D
+                    )
                     x = tl.where(unequal == 0, x, changed)
             quant_scale = reciprocal_rn(dst_scale)
             # As an append does it, whose number is the multiplier.
@@ -392,7 +394,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     dims = {s: getattr(f, f"src_{s}").shape[3] * ALL_FORMATS[formats[s][0]].values_per_element for s in _SIDES}
     pads = {s: max(row_programs.padded_columns(dims[s], name) for name in formats[s]) for s in _SIDES}
     elements = row_programs.program_elements(tokens * heads * sum(pads.values()) * num_layers)
-    unit = row_programs.common_stride_unit(f.src_k, f.src_v, f.k_cache, f.v_cache)
+    unit = row_programs.common_stride_unit_of_tensors(f.src_k, f.src_v, f.k_cache, f.v_cache)
     threads = {s: _threads_of_row(f, s, formats[s], dims[s], unit) for s in _SIDES}
     warps = 4
     if any(threads.values()):
@@ -414,7 +416,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f), "USE_PTX": launch.has_ptx(f),
     }  # fmt: skip
     for s in _SIDES:
-        arguments |= _side_arguments(f, s, formats[s], unit)
+        arguments |= _k_or_v_args_without_tensors(f, s, formats[s], unit)
         arguments[f"THREADS_{s.upper()}"] = threads[s]
         arguments |= {f"D{s.upper()}": dims[s], f"D{s.upper()}_PAD": pads[s], f"ROWS_{s.upper()}": programs[s].rows}
     options = row_programs.OPTIONS | {"num_warps": warps}
@@ -442,7 +444,7 @@ def _threads_of_row(f: SimpleNamespace, side: str, formats: tuple[str, str], dim
     return int(dim <= (128 if (f.arch or 0) < _FIRST_BLACKWELL else 64))
 
 
-def _side_arguments(f: SimpleNamespace, side: str, formats: tuple[str, str], unit: int) -> dict[str, Any]:
+def _k_or_v_args_without_tensors(f: SimpleNamespace, side: str, formats: tuple[str, str], unit: int) -> dict[str, Any]:
     """The arguments of K or V that are no tensors, by name."""
     found: dict[str, Any] = {}
     fields = (("src", "src_", f"src_{side}", formats[0]), ("dst", "", f"{side}_cache", formats[1]))
@@ -457,10 +459,10 @@ def _side_arguments(f: SimpleNamespace, side: str, formats: tuple[str, str], uni
         }
     channels = [getattr(f, f"{prefix}{side}_channel_scale") for prefix in ("src_", "")]
     found[f"head_strides_{side}"] = tuple(row_programs.strides_in_units(x, 1)[0] for x in channels)
-    return found | {f"COPY_{side.upper()}": _copies(f, side, formats)}
+    return found | {f"COPY_{side.upper()}": _all_rows_equal_by_facts(f, side, formats)}
 
 
-def _copies(f: SimpleNamespace, side: str, formats: tuple[str, str]) -> bool:
+def _all_rows_equal_by_facts(f: SimpleNamespace, side: str, formats: tuple[str, str]) -> bool:
     """Returns whether the facts alone say that all rows are the same on both sides."""
     names = [f"{prefix}{side}_{what}" for prefix in ("src_", "") for what in ("scale_t", "signs", "channel_scale")]
     equal = torch.tensor([getattr(f, f"{prefix}{side}_scale") for prefix in ("src_", "")], dtype=torch.float32).unique()

@@ -32,6 +32,8 @@ def peers(problem: Problem) -> Iterator[Rival]:
     elif isinstance(problem, Prefill) and case.format in ("bf16", "fp8_e4m3") and problem.k is None:
         yield Rival("flashinfer fa2", lambda: _paged_prefill(problem, "fa2"))
         yield Rival("flashinfer fa3", lambda: _paged_prefill(problem, "fa3"))
+        if problem.layer.k.dtype == problem.q.dtype:
+            yield Rival("flashinfer fmha_v2", lambda: _fmha_v2(problem))
     elif isinstance(problem, MLADecode) and case.format in ("bf16", "fp8_e4m3") and _plain(case):
         yield Rival("flashinfer fa3", lambda: _mla(problem))
     elif isinstance(problem, Append) and case.op != "append" and case.format == "fp8_e4m3" and not case.rotated:
@@ -78,9 +80,13 @@ def fa2(wrapper: Callable, p: Decode | ShapeDecode) -> list:
     return [call(table) for table in p.tables]
 
 
-def _paged_prefill(p: Prefill, backend: str) -> list:
+def _check_head_dim(p: Prefill) -> None:
     if p.shape.head_dim not in _FA2_DIMS:
         raise UnsupportedError(f"not tried: it has heads of {_FA2_DIMS}, and others lose the device")
+
+
+def _paged_prefill(p: Prefill, backend: str) -> list:
+    _check_head_dim(p)
     wrapper = theirs("prefill", "BatchPrefillWithPagedKVCacheWrapper")
     room, c, window = workspace(p.q), p.shape, p.prompts.window
     kv = tuple(x.transpose(1, 2) if c.layout == "HND" else x for x in (p.layer.k, p.layer.v))
@@ -94,6 +100,23 @@ def _paged_prefill(p: Prefill, backend: str) -> list:
             kv_data_type=p.layer.k.dtype, o_data_type=p.out.dtype,
         )  # fmt: skip
         return lambda: w.run(p.q, kv, out=p.out)
+
+    return [call(table) for table in p.tables]
+
+
+def _fmha_v2(p: Prefill) -> list:
+    """TensorRT-LLM's kernels: K and V of a page side by side; in 8 bits the probabilities are e4m3 too."""
+    _check_head_dim(p)
+    fn, room, window = theirs("prefill", "trtllm_fmha_v2_prefill"), workspace(p.q), p.prompts.window
+    pages = torch.stack((p.layer.k, p.layer.v), 1)
+    cu_kv = torch.nn.functional.pad(p.lens.cumsum(0, dtype=torch.int32), (1, 0))
+    mask = {"mask_mode": "sliding_window", "window_left": window - 1} if window else {"mask_mode": "causal"}
+
+    def call(table: Tensor) -> Callable:
+        return lambda: fn(
+            (p.q, pages), "Q_PAGED_KV_NHD", room, p.lens, max(p.prompts.new), max(p.prompts.total), p.scale, 1.0,
+            len(p.prompts.new), p.cu, cu_kv, block_tables=table, out=p.out, **mask,
+        )  # fmt: skip
 
     return [call(table) for table in p.tables]
 

@@ -62,7 +62,7 @@ struct Attention {
 };
 
 // Rows of one or two tensors side by side, cast or quantized, to a cache or to a tensor [token, head].
-struct Stream {
+struct RowWrite {
     StridedTensor first, second;  // [token, head]
     int64_t first_columns, second_columns, rotated, heads;
     int64_t cached;  // `out` is [page, slot, head]; else [token, head]
@@ -70,12 +70,12 @@ struct Stream {
     int64_t out_dtype, scale_kind;
     StridedTensor scales;  // stored beside the codes
     Scale multiplier;
-    RowTransform turn;
+    RowTransform transform;
 };
 
 struct Append {
-    int64_t num_streams;
-    Stream streams[4];
+    int64_t num_row_writes;
+    RowWrite row_writes[4];
     int64_t tokens, dtype, page_size, num_pages;
     IndexTensor slots, batch, kv_positions, indptr, indices;
     int64_t num_requests, num_indices;

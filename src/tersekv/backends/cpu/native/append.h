@@ -19,28 +19,28 @@ struct AppendRun {
     int64_t threads;
     const int64_t longest;  // columns of the longest row
 
-    static int64_t columns(const Stream& s) { return s.first_columns + s.second_columns; }
+    static int64_t columns(const RowWrite& s) { return s.first_columns + s.second_columns; }
 
     // Appends the rows of thread `mine`: those whose slot hashes to it, so that of two tokens with one slot the last is
     // written, and the queries of every n-th token.
-    static void work(void* context, int64_t mine) {
+    static void append_rows_of_thread(void* context, int64_t mine) {
         const AppendRun& self = *static_cast<AppendRun*>(context);
         float* x = reinterpret_cast<float*>(cached_buffer(FOR_ITEM, self.longest * 8 + 256));
         if (x == nullptr) return;
         uint8_t* codes = reinterpret_cast<uint8_t*>(x + self.longest);
         for (int64_t t = 0; t < self.c.tokens; t++) {
-            TokenSlot to = self.locate_token(t);
+            TokenSlot to = self.find_slot_and_rope_position(t);
             uint64_t slot = static_cast<uint64_t>(to.page) * self.c.page_size + to.entry;
             bool writes = to.page >= 0 && static_cast<int64_t>((slot * 0x9E3779B97F4A7C15ull >> 32) % self.threads) == mine;
-            for (int64_t i = 0; i < self.c.num_streams; i++) {
-                const Stream& s = self.c.streams[i];
+            for (int64_t i = 0; i < self.c.num_row_writes; i++) {
+                const RowWrite& s = self.c.row_writes[i];
                 if (s.cached ? writes : t % self.threads == mine)
-                    for (int64_t h = 0; h < s.heads; h++) self.row(s, t, h, to, x, codes);
+                    for (int64_t h = 0; h < s.heads; h++) self.append_or_cast_row(s, t, h, to, x, codes);
             }
         }
     }
 
-    TokenSlot locate_token(int64_t t) const {
+    TokenSlot find_slot_and_rope_position(int64_t t) const {
         TokenSlot to = {-1, 0, -1, false};
         if (c.cos_sin >= 0) {
             to.position = read_index(at[c.positions.tensor], c.positions.dtype, t);
@@ -51,13 +51,13 @@ struct AppendRun {
             to.skipped = slot < 0;
             if (slot >= 0 && slot / c.page_size < c.num_pages) to.page = slot / c.page_size, to.entry = slot % c.page_size;
         } else {
-            locate_by_indices(t, to);
+            find_slot_by_kv_indices(t, to);
         }
         if (c.cos_sin >= 0 && to.position < 0) to.page = -1;
         return to;
     }
 
-    void locate_by_indices(int64_t t, TokenSlot& to) const {
+    void find_slot_by_kv_indices(int64_t t, TokenSlot& to) const {
         int64_t b = read_index(at[c.batch.tensor], c.batch.dtype, t);
         int64_t position = read_index(at[c.kv_positions.tensor], c.kv_positions.dtype, t);
         to.skipped = b < 0;
@@ -70,21 +70,21 @@ struct AppendRun {
         if (page >= 0 && page < c.num_pages) to.page = page, to.entry = position % c.page_size;
     }
 
-    float multiplier(const Stream& s, int64_t head) const {
+    float quantizing_multiplier(const RowWrite& s, int64_t head) const {
         if (s.multiplier.tensor < 0) return static_cast<float>(s.multiplier.value);
         float given = load<float>(at[s.multiplier.tensor] + 4 * head * s.multiplier.stride);
         return c.scales_quantize ? given : 1.0f / given;
     }
 
-    void row(const Stream& s, int64_t t, int64_t head, const TokenSlot& to, float* x, uint8_t* codes) const {
+    void append_or_cast_row(const RowWrite& s, int64_t t, int64_t head, const TokenSlot& to, float* x, uint8_t* codes) const {
         int64_t n = columns(s);
         if (!s.cached) {
             char* out = at[s.out.tensor] + t * s.out.strides[0] + head * s.out.strides[1];
             if ((c.cos_sin >= 0 && to.position < 0) || (c.zero_padding && to.skipped)) {
                 for (int64_t i = 0; i < n; i++) x[i] = 0.0f;
             } else {
-                read(s, t, head, to, x);
-                float by = multiplier(s, head);
+                load_row_and_apply_rope(s, t, head, to, x);
+                float by = quantizing_multiplier(s, head);
                 for (int64_t i = 0; i < n; i++) x[i] *= by;
             }
             return write_floats(x, s.out_dtype, out, n);
@@ -97,33 +97,33 @@ struct AppendRun {
             memcpy(out, at[s.first.tensor] + t * s.first.strides[0] + head * s.first.strides[1], s.first_columns);
             return;
         }
-        read(s, t, head, to, x);
-        transform_row(s.turn, at, head, x, n);
+        load_row_and_apply_rope(s, t, head, to, x);
+        divide_by_channel_scales_and_rotate(s.transform, at, head, x, n);
         switch (s.scale_kind) {
             case NO_SCALE: return write_floats(x, s.out_dtype, out, n);
             case TENSOR_SCALE: {
-                float by = multiplier(s, head);
+                float by = quantizing_multiplier(s, head);
                 for (int64_t i = 0; i < n; i++) x[i] *= by;
                 return write_floats(x, s.out_dtype, out, n);
             }
             case ROW_SCALE:
-                if (s.out_dtype == INT4) return store(address_in(s.scales), quantize_int4_row(x, n, codes, out));
-                return store(address_in(s.scales), quantize_scaled_row(x, n, s.out_dtype, out));
-            case BLOCK_SCALE: return quantize_blocks(s, head, x, n, codes, out, address_in(s.scales));
-            case GROUP_SCALE: return quantize_groups(x, n, s.out_dtype, out, address_in(s.scales));
+                if (s.out_dtype == INT4) return store(address_in(s.scales), quantize_store_int4_row_and_return_scale(x, n, codes, out));
+                return store(address_in(s.scales), quantize_store_row_and_return_scale(x, n, s.out_dtype, out));
+            case BLOCK_SCALE: return quantize_and_store_nvfp4_row(s, head, x, n, codes, out, address_in(s.scales));
+            case GROUP_SCALE: return quantize_and_store_row_by_128_columns(x, n, s.out_dtype, out, address_in(s.scales));
         }
     }
 
-    void read(const Stream& s, int64_t t, int64_t head, const TokenSlot& to, float* x) const {
+    void load_row_and_apply_rope(const RowWrite& s, int64_t t, int64_t head, const TokenSlot& to, float* x) const {
         read_floats(at[s.first.tensor] + t * s.first.strides[0] + head * s.first.strides[1], c.dtype, x, s.first_columns);
         if (s.second_columns > 0)
             read_floats(at[s.second.tensor] + t * s.second.strides[0] + head * s.second.strides[1], c.dtype,
                         x + s.first_columns, s.second_columns);
-        if (s.rotated) rotate(x, to.position);
+        if (s.rotated) apply_rope(x, to.position);
     }
 
     // RoPE: rotates pairs by the angles of a position: two products and a sum, each rounded.
-    void rotate(float* x, int64_t position) const {
+    void apply_rope(float* x, int64_t position) const {
         const char* cos = at[c.cos_sin] + position * c.cos_sin_stride;
         int64_t half = c.rotary / 2;
         const char* sin = cos + 4 * half;
@@ -137,7 +137,7 @@ struct AppendRun {
     }
 
     // Returns the largest magnitude, NaN ignored.
-    static float max_of(const float* x, int64_t n) {
+    static float abs_max_ignoring_nan(const float* x, int64_t n) {
         uint32_t top = 0;
         for (int64_t i = 0; i < n; i++) {
             uint32_t a = bits(x[i]) & 0x7FFFFFFF;
@@ -147,8 +147,8 @@ struct AppendRun {
         return from_bits(top);
     }
 
-    static float quantize_scaled_row(float* x, int64_t n, int64_t dtype, char* out) {
-        float scale = max_of(x, n) / (dtype == INT8 ? 127.0f : dtype == E4M3 ? 448.0f : 57344.0f);
+    static float quantize_store_row_and_return_scale(float* x, int64_t n, int64_t dtype, char* out) {
+        float scale = abs_max_ignoring_nan(x, n) / (dtype == INT8 ? 127.0f : dtype == E4M3 ? 448.0f : 57344.0f);
         scale = scale > 1e-6f ? scale : 1e-6f;
         float by = 1.0f / scale;
         for (int64_t i = 0; i < n; i++) x[i] *= by;
@@ -159,28 +159,28 @@ struct AppendRun {
         return scale;
     }
 
-    void quantize_blocks(const Stream& s, int64_t head, float* x, int64_t n, uint8_t* codes, char* out, char* scales) const {
-        float by = multiplier(s, head), whole;
+    void quantize_and_store_nvfp4_row(const RowWrite& s, int64_t head, float* x, int64_t n, uint8_t* codes, char* out, char* scales) const {
+        float by = quantizing_multiplier(s, head), whole;
         if (s.multiplier.tensor >= 0 && !c.scales_quantize)
             whole = load<float>(at[s.multiplier.tensor] + 4 * head * s.multiplier.stride);
         else
             whole = 1.0f / by;
         for (int64_t i = 0; i < n; i += 16) {
-            uint8_t scale = to_e4m3(max_of(x + i, 16) / 6.0f * by);
+            uint8_t scale = to_e4m3(abs_max_ignoring_nan(x + i, 16) / 6.0f * by);
             store(scales + i / 16, scale);
             float value = E4M3_VALUES.of[scale], inverse = 1.0f / (value * whole);
             for (int64_t j = i; j < i + 16; j++) codes[j] = to_e2m1(x[j] * inverse);
             if (value == 0.0f) memset(codes + i, 0, 16);
         }
-        pack(codes, n, out);
+        pack_and_store_4_bit(codes, n, out);
     }
 
-    static void pack(const uint8_t* codes, int64_t n, char* out) {
+    static void pack_and_store_4_bit(const uint8_t* codes, int64_t n, char* out) {
         for (int64_t i = 0; i < n / 2; i++) store(out + i, static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4));
     }
 
     // Returns the stored scale, with the zero point in its four lowest bits.
-    float quantize_int4_row(const float* x, int64_t n, uint8_t* codes, char* out) const {
+    float quantize_store_int4_row_and_return_scale(const float* x, int64_t n, uint8_t* codes, char* out) const {
         float least = c.widen ? 0.0f : -NEGATIVE_INFINITY, most = c.widen ? 0.0f : NEGATIVE_INFINITY;
         for (int64_t i = 0; i < n; i++) {  // NaN is ignored
             least = x[i] < least ? x[i] : least;
@@ -194,13 +194,13 @@ struct AppendRun {
             float y = x[i] * by;
             codes[i] = to_int4((y == y ? y : 0.0f) + middle);
         }
-        pack(codes, n, out);
+        pack_and_store_4_bit(codes, n, out);
         return from_bits((bits(scale) & ~15u) | zero);
     }
 
-    static void quantize_groups(float* x, int64_t n, int64_t dtype, char* out, char* scales) {
+    static void quantize_and_store_row_by_128_columns(float* x, int64_t n, int64_t dtype, char* out, char* scales) {
         for (int64_t i = 0; i < n; i += 128) {
-            float scale = max_of(x + i, 128) / 448.0f;
+            float scale = abs_max_ignoring_nan(x + i, 128) / 448.0f;
             scale = scale > 1e-4f ? scale : 1e-4f;
             scale = from_bits((bits(scale) + 0x007FFFFF) & 0x7F800000);  // the next power of two
             store(scales + i / 128 * 4, scale);
@@ -214,15 +214,15 @@ struct AppendRun {
 void append(const Append& c, Addresses at, int64_t threads) {
     constexpr int64_t WORTH_A_THREAD = 1 << 15;  // numbers
     int64_t longest = 0, numbers = 0;
-    for (int64_t i = 0; i < c.num_streams; i++) {
-        int64_t n = AppendRun::columns(c.streams[i]);
+    for (int64_t i = 0; i < c.num_row_writes; i++) {
+        int64_t n = AppendRun::columns(c.row_writes[i]);
         longest = n > longest ? n : longest;
-        numbers += n * c.streams[i].heads * c.tokens;
+        numbers += n * c.row_writes[i].heads * c.tokens;
     }
     int64_t wanted = numbers / WORTH_A_THREAD + 1;
     int64_t shares = wanted < threads ? wanted : threads;
     AppendRun run = {c, at, shares, longest};
-    parallel(shares, shares, threads, AppendRun::work, &run);
+    parallel_for(shares, shares, threads, AppendRun::append_rows_of_thread, &run);
 }
 
 }  // namespace

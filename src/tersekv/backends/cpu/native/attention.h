@@ -23,7 +23,7 @@ struct WorkItem {
 };
 
 // Softmax state of rows: acc_o [rows, stride], and a row_max and row_sum for each. Behind a row's acc_o, one sum of |P|
-// per scale of a value: the reference for `pack_p`'s test of rounding errors.
+// per scale of a value: the reference for `pack_p_and_test_rounding`'s test of rounding errors.
 struct State {
     float* values;
     SoftmaxState* softmax;
@@ -35,7 +35,7 @@ struct Request {
 };
 
 // Returns the window of a request's rows; 0 if it holds all keys, so that numbers computed from it stay small.
-inline int64_t window_of(const Attention& c, int64_t keys) { return c.window < keys ? c.window : 0; }
+inline int64_t window_or_zero_if_all(const Attention& c, int64_t keys) { return c.window < keys ? c.window : 0; }
 
 // Sizes of a work item's tiles, in words of four bytes, and their memory. They depend on the call alone.
 template <class Packing>
@@ -85,7 +85,7 @@ struct Tiles {
     }
 };
 
-inline float scale_value(const Scale& s, Addresses at, int64_t head) {
+inline float load_scale_or_host_value(const Scale& s, Addresses at, int64_t head) {
     return s.tensor < 0 ? static_cast<float>(s.value) : load<float>(at[s.tensor] + 4 * head * s.stride);
 }
 
@@ -99,8 +99,8 @@ float pack_query(const Attention& c, Addresses at, int64_t row, int64_t head, bo
         const char* p = at[m.query.tensor] + row * m.query.strides[0] + head * m.query.strides[1];
         if (transformed && is_transformed(c.key_transform)) {
             read_floats(p, c.query_dtype, x, m.columns);
-            rotate_query(c.key_transform, at, head / c.group, x, m.columns);
-            for (int64_t j = 0; j < m.columns; j += Packing::VALUES) *out++ = pack_one(Packing(), x + j);
+            scale_and_rotate_query(c.key_transform, at, head / c.group, x, m.columns);
+            for (int64_t j = 0; j < m.columns; j += Packing::VALUES) *out++ = pack_word(Packing(), x + j);
             for (int64_t j = 0; j < m.columns; j++) sum += x[j];
             continue;
         }
@@ -108,18 +108,18 @@ float pack_query(const Attention& c, Addresses at, int64_t row, int64_t head, bo
         for (int64_t begin = 0; begin < m.columns; begin += 64) {
             int64_t n = m.columns - begin < 64 ? m.columns - begin : 64;
             read_floats(p + begin * size, c.query_dtype, x, n);
-            for (int64_t j = 0; j < n; j += Packing::VALUES) *out++ = pack_one(Packing(), x + j);
+            for (int64_t j = 0; j < n; j += Packing::VALUES) *out++ = pack_word(Packing(), x + j);
             for (int64_t j = 0; j < n; j++) sum += x[j];
         }
     }
     return sum;
 }
 
-inline float value_of_unit(Fp32Packing, const uint32_t* values, int64_t stride, int64_t t, int64_t c) {
+inline float unpack_value(Fp32Packing, const uint32_t* values, int64_t stride, int64_t t, int64_t c) {
     return from_bits(values[t * stride + c]);
 }
 #if HAS_BF16_PRODUCTS
-inline float value_of_unit(Bf16Packing, const uint32_t* values, int64_t stride, int64_t t, int64_t c) {
+inline float unpack_value(Bf16Packing, const uint32_t* values, int64_t stride, int64_t t, int64_t c) {
     uint32_t x = values[t / 2 * stride + c];
     return from_bits(t % 2 ? x & 0xFFFF0000 : x << 16);
 }
@@ -141,7 +141,7 @@ struct AttentionItem {
     AttentionItem(const Attention& call, Addresses addresses, bool small_m) : c(call), at(addresses), tiles(call, small_m) {}
 
     // Computes the state of all rows of an item, head by head.
-    void run(const WorkItem& item, const Request& request, const State& state) {
+    void attend_work_item(const WorkItem& item, const Request& request, const State& state) {
         MaskArgs mask_args = mask_args_of(request);
         int64_t all_rows = item.heads * item.rows;
         memset(state.values, 0, all_rows * state.stride * sizeof(float));
@@ -154,10 +154,10 @@ struct AttentionItem {
         keys = c.keys, values = &c.values, in_pages = true;
         pack_queries(item, request);
         mainloop(old, request, mask_args, state);
-        for (int64_t i = 0; i < all_rows; i++) finish_values(item.head + i / item.rows, state.values + i * state.stride);
+        for (int64_t i = 0; i < all_rows; i++) restore_order_and_unrotate_acc(item.head + i / item.rows, state.values + i * state.stride);
         if (c.new_keys.codes.tensor < 0) return;
         for (int64_t i = 0; i < all_rows; i++)
-            scale_values(state.values + i * state.stride, scale_value(c.v_scale, at, item.head + i / item.rows));
+            scale_acc_and_clear_p_sums(state.values + i * state.stride, load_scale_or_host_value(c.v_scale, at, item.head + i / item.rows));
         keys = &c.new_keys, values = &c.new_values, in_pages = false;
         if (is_transformed(c.key_transform)) pack_queries(item, request);
         mainloop(fresh, request, mask_args, state);
@@ -165,19 +165,19 @@ struct AttentionItem {
 
     MaskArgs mask_args_of(const Request& r) const {
         const char* mask = c.mask.tensor < 0 ? nullptr : at[c.mask.tensor] + r.row * c.mask.stride;
-        return {r.keys, r.keys - r.rows, window_of(c, r.keys), mask, c.mask.stride};
+        return {r.keys, r.keys - r.rows, window_or_zero_if_all(c, r.keys), mask, c.mask.stride};
     }
 
 private:
     // Finishes acc_o over the pages: columns back in order, rotation and channel scales of V undone.
-    void finish_values(int64_t head, float* row) const {
+    void restore_order_and_unrotate_acc(int64_t head, float* row) const {
         if constexpr (Packing::VALUES == 2)
             if (tiles.small_m) reorder_columns_small_m(Packing(), c.values.dtype, c.values.columns, row);
-        unrotate_values(c.value_transform, at, head, row, c.values.columns);
+        unrotate_and_scale_output(c.value_transform, at, head, row, c.values.columns);
     }
 
     // Applies the scale of cached values, since new rows have none, and clears the sums of |P|.
-    void scale_values(float* row, float by) const {
+    void scale_acc_and_clear_p_sums(float* row, float by) const {
         for (int64_t j = 0; j < tiles.state_stride; j += W)
             store(row + j, j < tiles.value_stride ? load<VecF>(row + j) * by : VecF{});
     }
@@ -185,14 +185,14 @@ private:
     // Main loop over the item's key tiles in the current source, all heads per tile.
     void mainloop(const WorkItem& item, const Request& request, const MaskArgs& mask_args, const State& state) {
         int64_t buffer = 0;
-        if (item.begin < item.end) locate_rows(item, request, item.begin, buffer);
+        if (item.begin < item.end) find_row_offsets_of_tile(item, request, item.begin, buffer);
         for (int64_t k = item.begin; k < item.end; k += BLOCK_N, buffer ^= 1) {
             TilePosition position = {keys_in_tile(item, k), keys_in_tile(item, k + BLOCK_N), buffer, ahead};
-            if (position.next > 0) locate_rows(item, request, k + BLOCK_N, buffer ^ 1);
+            if (position.next > 0) find_row_offsets_of_tile(item, request, k + BLOCK_N, buffer ^ 1);
             for (int64_t h = 0; h < item.heads; h++) {
-                for (int read = 0; read < NUM_READS; read++) ahead[read] = share(item, read, h, position);
+                for (int read = 0; read < NUM_READS; read++) ahead[read] = prefetcher_of_next_tile_part(item, read, h, position);
                 State part = {state.values + h * item.rows * state.stride, state.softmax + h * item.rows, state.stride};
-                process_tile(item, mask_args, k, position, h, part);
+                attend_tile(item, mask_args, k, position, h, part);
             }
         }
     }
@@ -233,7 +233,7 @@ private:
         return tiles.queries + h * (tiles.small_m ? MAX_SMALL_M : item.rows) * tiles.query_units;
     }
 
-    void locate_rows(const WorkItem& item, const Request& request, int64_t k, int64_t buffer) {
+    void find_row_offsets_of_tile(const WorkItem& item, const Request& request, int64_t k, int64_t buffer) {
         if (!in_pages) {
             int64_t row = request.row + k - (request.keys - request.rows);
             for (int64_t t = 0; t < keys_in_tile(item, k); t++) {
@@ -274,7 +274,7 @@ private:
     }
 
     // Returns the part of the next tile's rows, of all heads, to prefetch during this tile's h-th head.
-    RowPrefetcher share(const WorkItem& item, int read, int64_t h, const TilePosition& position) const {
+    RowPrefetcher prefetcher_of_next_tile_part(const WorkItem& item, int read, int64_t h, const TilePosition& position) const {
         const StridedTensor& p = tensor_of(read);
         const PagedMatrix& m = read == ROTARY ? c.keys[1] : read == VALUES || read == VALUE_SCALES ? *values : *keys;
         bool latent = read == VALUES && p.tensor == keys->codes.tensor;  // loaded as keys already
@@ -286,13 +286,13 @@ private:
                 (h + 1) * position.next / item.heads, 0, bytes};
     }
 
-    void process_tile(const WorkItem& item, const MaskArgs& mask_args, int64_t k, const TilePosition& position, int64_t h, const State& state) {
+    void attend_tile(const WorkItem& item, const MaskArgs& mask_args, int64_t k, const TilePosition& position, int64_t h, const State& state) {
         int64_t head = item.head + h, count = position.count, padded = round_up(count, W);
         // QK.
         tiles.small_m ? compute_scores_small_m(item, head, h, position) : compute_scores(item, head, h, position);
         int64_t first = item.row / c.group, last = (item.row + item.rows - 1) / c.group;
-        bool whole = mask_args.whole(first, last, k, k + count);
-        float factor = scale_value(c.softmax_scale, at, 0) * (in_pages ? scale_value(c.k_scale, at, head) : 1.0f);
+        bool whole = mask_args.all_visible(first, last, k, k + count);
+        float factor = load_scale_or_host_value(c.softmax_scale, at, 0) * (in_pages ? load_scale_or_host_value(c.k_scale, at, head) : 1.0f);
         float cap = static_cast<float>(c.softcap);
         // Per row: scale, softcap, mask, online softmax, rescale of acc_o.
         for (int64_t m = 0; m < item.rows; m++) {
@@ -356,7 +356,7 @@ private:
             VecF lacks = zero_point_shift(tiles.scales, t) * load<VecF>(tiles.scales + t);
             for (int64_t r = 0; r < rows; r++) {
                 float* s = tiles.scores + r * BLOCK_N + t;
-                store(s, fma(lacks, all(sums[r]), load<VecF>(s)));
+                store(s, fma(lacks, broadcast(sums[r]), load<VecF>(s)));
             }
         }
     }
@@ -365,7 +365,7 @@ private:
     void pack_zero_point_shifts(int64_t padded) {
         for (int64_t t = 0; t < padded; t += W) store(tiles.shifts + t, zero_point_shift(tiles.scales, t));
         float unused = 0.0f;
-        pack_p(Packing(), reinterpret_cast<float*>(tiles.shifts), nullptr, padded, tiles.shifts, unused);
+        pack_p_and_test_rounding(Packing(), reinterpret_cast<float*>(tiles.shifts), nullptr, padded, tiles.shifts, unused);
     }
 
     // PV: acc_o += P × values.
@@ -375,11 +375,11 @@ private:
         Rows rows = rows_of(VALUES, head, position), by = m.width ? rows_of(VALUE_SCALES, head, position) : Rows{};
         // Integer codes are never NaN: a P of 0 is enough to mask a value.
         bool straight = tiles.small_m && (whole || m.dtype == INT8 || is_4_bit(m.dtype));
-        if (!straight) pack(rows);
+        if (!straight) pack_v_tile(rows);
         int64_t factored = tiles.num_row_scales(m), groups = factored ? factored : 1, columns = tiles.value_columns / groups;
         if (factored) load_scales(m.scale_dtype, by, groups, tiles.scales);
         if (m.dtype == INT4) pack_zero_point_shifts(padded);
-        bool finite = whole || straight || all_finite(count);
+        bool finite = whole || straight || v_tile_is_finite(count);
         Operands o = {};
         o.a = tiles.packed_p, o.a_stride = BLOCK_N / Packing::VALUES;
         o.b_stride = tiles.value_stride, o.c_stride = state.stride;
@@ -393,8 +393,8 @@ private:
             }
             bool shows = false, row_shows[MAX_BLOCK_M];
             for (int64_t r = 0; r < item.rows; r++)
-                shows |= row_shows[r] = pack_p(Packing(), tiles.scores + r * BLOCK_N, scales, padded,
-                                               tiles.packed_p + r * o.a_stride, sums_of(state, r)[g]);
+                shows |= row_shows[r] = pack_p_and_test_rounding(Packing(), tiles.scores + r * BLOCK_N, scales, padded,
+                                               tiles.packed_p + r * o.a_stride, abs_p_sums_of_row(state, r)[g]);
             o.b = tiles.values + g * columns;
             o.c = state.values + g * columns;
             auto add = [&](bool rest) {
@@ -407,7 +407,7 @@ private:
                 }
                 if (!straight) return multiply<Packing>(o, item.rows, groups == 1 ? round_up(columns, W) : columns);
                 if constexpr (Packing::VALUES == 2)
-                    accumulate_values_small_m(Packing(), m.dtype, rows, by, m.columns, {tiles.packed_p, tiles.scores, rest, lacks}, item.rows,
+                    accumulate_pv_small_m(Packing(), m.dtype, rows, by, m.columns, {tiles.packed_p, tiles.scores, rest, lacks}, item.rows,
                                   o.c, o.c_stride);
             };
             add(false);
@@ -421,23 +421,23 @@ private:
         }
     }
 
-    void pack(const Rows& rows) {
+    void pack_v_tile(const Rows& rows) {
         const PagedMatrix& m = *values;
         if (!tiles.small_m) return pack_values(Packing(), m.dtype, rows, m.columns, tiles.values, tiles.value_stride);
         if constexpr (Packing::VALUES == 2)
             unpack_values_small_m(Packing(), m.dtype, rows, m.columns, tiles.values, tiles.value_stride);
     }
 
-    float* sums_of(const State& state, int64_t row) const { return state.values + row * state.stride + tiles.value_stride; }
+    float* abs_p_sums_of_row(const State& state, int64_t row) const { return state.values + row * state.stride + tiles.value_stride; }
 
-    bool all_finite(int64_t count) const {
+    bool v_tile_is_finite(int64_t count) const {
         VecI wrong = {};
         for (int64_t t = 0; t < count; t += Packing::VALUES)
             for (int64_t i = 0; i < tiles.value_columns; i += W) {
                 VecI x = load<VecI>(tiles.values + t / Packing::VALUES * tiles.value_stride + i);
                 VecI inside = i + W <= tiles.value_columns ? ~VecI{} : lanes_below(tiles.value_columns - i);
-                wrong |= inside & ((x & INFINITE) == all(static_cast<int32_t>(INFINITE)));
-                if (Packing::VALUES == 2) wrong |= inside & (((x << 16) & INFINITE) == all(static_cast<int32_t>(INFINITE)));
+                wrong |= inside & ((x & INFINITE) == broadcast(static_cast<int32_t>(INFINITE)));
+                if (Packing::VALUES == 2) wrong |= inside & (((x << 16) & INFINITE) == broadcast(static_cast<int32_t>(INFINITE)));
             }
         for (int i = 0; i < W; i++)
             if (wrong[i]) return false;
@@ -457,10 +457,10 @@ private:
                 float p = tiles.scores[r * BLOCK_N + t];
                 if (p == 0.0f) continue;
                 if (scales != nullptr) p *= scales[t];
-                sums_of(state, r)[g] += p < 0 ? -p : p;
+                abs_p_sums_of_row(state, r)[g] += p < 0 ? -p : p;
                 float* acc = state.values + r * state.stride + g * columns;
                 for (int64_t i = 0; i < columns; i++)
-                    acc[i] += p * value_of_unit(Packing(), tiles.values, tiles.value_stride, t, g * columns + i);
+                    acc[i] += p * unpack_value(Packing(), tiles.values, tiles.value_stride, t, g * columns + i);
             }
     }
 };

@@ -41,7 +41,7 @@ struct AttentionRun {
 
     void operator()() {
         if (!plan_items()) return;
-        parallel(num_items, worth, threads, work, this);
+        parallel_for(num_items, worth, threads, attend_and_combine_if_last, this);
         if (__atomic_load_n(&no_memory, __ATOMIC_RELAXED)) report.fault = NO_MEMORY;
     }
 
@@ -49,37 +49,37 @@ private:
     int64_t num_m_blocks(const Request& r) const { return r.keys > 0 ? (r.rows * c.group + MAX_BLOCK_M - 1) / MAX_BLOCK_M : 0; }
 
     // Returns the unsplit work item of an m_block: its rows, and the range of keys visible to them.
-    WorkItem block(int64_t request, int64_t index) const {
+    WorkItem make_unsplit_item(int64_t request, int64_t index) const {
         const Request& r = requests[request];
         WorkItem item = {};
         item.request = request, item.row = index * MAX_BLOCK_M, item.heads = item_heads;
         item.small_m = Packing::VALUES == 2 && !c.prefill_invariant && r.rows * c.group <= MAX_SMALL_M && supports_small_m(c);
         item.rows = r.rows * c.group - item.row;
         if (item.rows > MAX_BLOCK_M) item.rows = MAX_BLOCK_M;
-        MaskArgs mask_args = {r.keys, r.keys - r.rows, window_of(c, r.keys), c.mask.tensor < 0 ? nullptr : at[c.mask.tensor], 0};
-        item.begin = item.first_key = mask_args.low(item.row / c.group);
-        item.end = mask_args.high((item.row + item.rows - 1) / c.group);
+        MaskArgs mask_args = {r.keys, r.keys - r.rows, window_or_zero_if_all(c, r.keys), c.mask.tensor < 0 ? nullptr : at[c.mask.tensor], 0};
+        item.begin = item.first_key = mask_args.first_visible(item.row / c.group);
+        item.end = mask_args.visible_end((item.row + item.rows - 1) / c.group);
         if (item.end < item.begin) item.end = item.begin;
         if (c.prefill_invariant) item.begin -= item.begin % BATCH_INVARIANT_SPLIT_KEYS;
         return item;
     }
 
-    double cost(const WorkItem& item) const {
+    double work_of_item(const WorkItem& item) const {
         double columns = c.values.columns;
         for (int64_t i = 0; i < c.num_keys; i++) columns += c.keys[i].columns;
         return columns * (item.end - item.begin) * item.heads * (item.rows + CONVERSION);
     }
 
     template <class F>
-    void each_block(F f) {
+    void for_each_unsplit_item(F f) {
         for (int64_t b = 0; b < c.requests; b++)
-            for (int64_t i = 0; i < num_m_blocks(requests[b]); i++) f(block(b, i));
+            for (int64_t i = 0; i < num_m_blocks(requests[b]); i++) f(make_unsplit_item(b, i));
     }
 
     bool plan_items() {
         requests = reinterpret_cast<Request*>(cached_buffer(FOR_REQUESTS, c.requests * sizeof(Request) + 64));
         if (requests == nullptr) return report.fault = NO_MEMORY, false;
-        if (!read_requests()) return false;
+        if (!read_and_check_requests()) return false;
         int64_t longest = 0;
         for (int64_t b = 0; b < c.requests; b++)
             if (requests[b].keys > 0 && requests[b].rows > longest) longest = requests[b].rows;
@@ -88,26 +88,26 @@ private:
         bool beside = c.heads == 1 || c.values.codes.strides[2] <= c.values.codes.strides[1];
         item_heads = beside && c.heads * max_rows <= MAX_BLOCK_M ? c.heads : 1;
         double total = 0;
-        each_block([&](const WorkItem& item) { total += cost(item) * (c.heads / item_heads); });
+        for_each_unsplit_item([&](const WorkItem& item) { total += work_of_item(item) * (c.heads / item_heads); });
         double wanted = total / (has_team() ? WORTH_A_TEAM : WORTH_A_THREAD);
         worth = wanted < threads - 1 ? static_cast<int64_t>(wanted) + 1 : threads;
         double share = worth > 1 ? total / (worth * ITEMS_PER_THREAD) : total;
         auto num_splits = [&](const WorkItem& item) {
             int64_t keys = item.end - item.begin, most = keys / MIN_SPLIT_KEYS;
             if (c.batch_invariant) return keys > 0 ? (keys + BATCH_INVARIANT_SPLIT_KEYS - 1) / BATCH_INVARIANT_SPLIT_KEYS : 1;
-            int64_t n = static_cast<int64_t>(cost(item) / (share > 1 ? share : 1) + 0.5);
+            int64_t n = static_cast<int64_t>(work_of_item(item) / (share > 1 ? share : 1) + 0.5);
             n = n < most ? n : most;
             return n > 1 ? n : 1;
         };
         num_items = num_splits_total = num_combines = 0;
-        each_block([&](const WorkItem& item) {
+        for_each_unsplit_item([&](const WorkItem& item) {
             int64_t n = num_splits(item), sets = c.heads / item_heads;
             num_items += n * sets;
             if (n > 1) num_splits_total += n * sets, num_combines += sets;
         });
-        if (!allocate()) return report.fault = NO_MEMORY, false;
+        if (!allocate_items_and_states()) return report.fault = NO_MEMORY, false;
         int64_t i = 0, split = 0, combine = 0;
-        each_block([&](WorkItem item) {
+        for_each_unsplit_item([&](WorkItem item) {
             int64_t n = num_splits(item), begin = item.begin, end = item.end;
             int64_t length = c.prefill_invariant ? BATCH_INVARIANT_SPLIT_KEYS : round_up((end - begin + n - 1) / n, BLOCK_N);
             for (item.head = 0; item.head < c.heads; item.head += item_heads) {
@@ -125,7 +125,7 @@ private:
         return true;
     }
 
-    bool allocate() {
+    bool allocate_items_and_states() {
         const bool each[] = {false, true};
         tile_bytes = split_floats = 0;
         for (bool small_m : each) {
@@ -146,15 +146,15 @@ private:
         return true;
     }
 
-    bool fail(Fault fault, int64_t request, int64_t a, int64_t b) {
+    bool report_fault(Fault fault, int64_t request, int64_t a, int64_t b) {
         report = {fault, request, {a, b}};
         return false;
     }
 
     // Reads and checks lengths, rows and pages, and stores the rows without keys. Lengths and offsets may be any
     // numbers until they are checked.
-    bool read_requests() {
-        int64_t next = 0, room = product(c.max_pages, c.page_size);
+    bool read_and_check_requests() {
+        int64_t next = 0, room = saturating_product(c.max_pages, c.page_size);
         for (int64_t b = 0; b < c.requests; b++) {
             Request& r = requests[b];
             r.keys = read_index(at[c.seq_lens.tensor], c.seq_lens.dtype, b);
@@ -166,36 +166,36 @@ private:
                 r.keys = 0;
                 continue;
             }
-            r.rows = difference(stop, r.row);
+            r.rows = saturating_difference(stop, r.row);
             bool fresh = c.new_keys.codes.tensor >= 0;
             int64_t paged = !fresh ? r.keys : r.keys > r.rows ? r.keys - r.rows : 0;
-            if (paged > room) return fail(fresh ? PREFIX_TOO_LONG : TOO_LONG, b, room, paged);
-            if (r.row < 0 || stop > c.rows) return fail(ROWS_OUTSIDE, b, r.row, stop);
-            if (r.rows > c.max_q_len) return fail(TOO_MANY_ROWS, b, r.rows, c.max_q_len);
-            MaskArgs mask_args = {r.keys, r.keys - r.rows, window_of(c, r.keys), nullptr, 0};
+            if (paged > room) return report_fault(fresh ? PREFIX_TOO_LONG : TOO_LONG, b, room, paged);
+            if (r.row < 0 || stop > c.rows) return report_fault(ROWS_OUTSIDE, b, r.row, stop);
+            if (r.rows > c.max_q_len) return report_fault(TOO_MANY_ROWS, b, r.rows, c.max_q_len);
+            MaskArgs mask_args = {r.keys, r.keys - r.rows, window_or_zero_if_all(c, r.keys), nullptr, 0};
             const char* table = at[c.page_table.tensor] + b * c.page_table.stride;
-            for (int64_t i = mask_args.low(0) / c.page_size, used = paged / c.page_size + (paged % c.page_size > 0); i < used; i++) {
+            for (int64_t i = mask_args.first_visible(0) / c.page_size, used = paged / c.page_size + (paged % c.page_size > 0); i < used; i++) {
                 int64_t page = read_index(table, c.page_table.dtype, i);
-                if (page < 0 || page >= c.num_pages) return fail(PAGE_OUTSIDE, b, c.num_pages, page);
+                if (page < 0 || page >= c.num_pages) return report_fault(PAGE_OUTSIDE, b, c.num_pages, page);
             }
         }
         for (int64_t b = 0; b < c.requests; b++) {
             const Request& r = requests[b];
             if (r.keys == 0) continue;
             // Requests are in order of rows; rows between them belong to none.
-            write_empty_rows(next, r.row);
+            store_empty_output_rows(next, r.row);
             if (r.row + r.rows > next) next = r.row + r.rows;
         }
-        write_empty_rows(next, c.rows);
+        store_empty_output_rows(next, c.rows);
         return true;
     }
 
-    void write_empty_rows(int64_t from, int64_t to) {
+    void store_empty_output_rows(int64_t from, int64_t to) {
         for (int64_t t = from; t < to; t++)
-            for (int64_t h = 0; h < c.heads * c.group; h++) write_row(t, h, nullptr, {NEGATIVE_INFINITY, 0.0f}, 0.0f);
+            for (int64_t h = 0; h < c.heads * c.group; h++) store_output_row_and_lse(t, h, nullptr, {NEGATIVE_INFINITY, 0.0f}, 0.0f);
     }
 
-    static void work(void* context, int64_t index) {
+    static void attend_and_combine_if_last(void* context, int64_t index) {
         AttentionRun& self = *static_cast<AttentionRun*>(context);
         const WorkItem& item = self.items[index];
         AttentionItem<Packing> attend(self.c, self.at, item.small_m);
@@ -203,10 +203,10 @@ private:
         if (memory == nullptr) return __atomic_store_n(&self.no_memory, true, __ATOMIC_RELAXED);
         attend.tiles.allocate(memory, self.item_heads, self.max_rows);
         State state = item.state < 0 ? attend.tiles.item_state : self.state_of(item.state, attend.tiles.state_stride);
-        attend.run(item, self.requests[item.request], state);
-        if (item.state < 0) return self.epilogue(item, state);
+        attend.attend_work_item(item, self.requests[item.request], state);
+        if (item.state < 0) return self.store_outputs_of_item(item, state);
         // The last split to finish combines them all.
-        if (__atomic_sub_fetch(&self.remaining[item.combine], 1, __ATOMIC_ACQ_REL) == 0) self.combine(item, state.stride);
+        if (__atomic_sub_fetch(&self.remaining[item.combine], 1, __ATOMIC_ACQ_REL) == 0) self.combine_splits_and_store(item, state.stride);
     }
 
     State state_of(int64_t split, int64_t stride) const {
@@ -215,7 +215,7 @@ private:
     }
 
     // Combines the partial states of all splits into the first.
-    void combine(const WorkItem& item, int64_t stride) {
+    void combine_splits_and_store(const WorkItem& item, int64_t stride) {
         int64_t begin = first_split[item.combine], end = item.combine + 1 < num_combines ? first_split[item.combine + 1] : num_splits_total;
         State whole = state_of(begin, stride);
         for (int64_t p = begin + 1; p < end; p++) {
@@ -223,39 +223,39 @@ private:
             for (int64_t i = 0; i < item.heads * item.rows; i++) {
                 SoftmaxState &a = whole.softmax[i], b = part.softmax[i];
                 float top = b.top > a.top ? b.top : a.top, base = top == NEGATIVE_INFINITY ? 0.0f : top;
-                float by_a = exp2(all(a.top - base))[0], by_b = exp2(all(b.top - base))[0];
+                float by_a = exp2(broadcast(a.top - base))[0], by_b = exp2(broadcast(b.top - base))[0];
                 a = {top, a.total * by_a + b.total * by_b};
                 float *x = whole.values + i * stride, *y = part.values + i * stride;
                 for (int64_t j = 0; j < stride; j += W)
                     store(x + j, load<VecF>(x + j) * by_a + load<VecF>(y + j) * by_b);
             }
         }
-        epilogue(item, whole);
+        store_outputs_of_item(item, whole);
     }
 
-    void epilogue(const WorkItem& item, const State& state) {
+    void store_outputs_of_item(const WorkItem& item, const State& state) {
         const Request& r = requests[item.request];
         for (int64_t h = 0; h < item.heads; h++) {
-            float scale = c.new_keys.codes.tensor < 0 ? scale_value(c.v_scale, at, item.head + h) : 1.0f;
-            float factor = scale * scale_value(c.out_scale, at, 0);
+            float scale = c.new_keys.codes.tensor < 0 ? load_scale_or_host_value(c.v_scale, at, item.head + h) : 1.0f;
+            float factor = scale * load_scale_or_host_value(c.out_scale, at, 0);
             for (int64_t m = 0; m < item.rows; m++) {
                 int64_t row = item.row + m, i = h * item.rows + m;
-                write_row(r.row + row / c.group, (item.head + h) * c.group + row % c.group, state.values + i * state.stride,
+                store_output_row_and_lse(r.row + row / c.group, (item.head + h) * c.group + row % c.group, state.values + i * state.stride,
                     state.softmax[i], factor);
             }
         }
     }
 
     // Stores an output row, acc_o / row_sum × factor, and its LSE. A sink is one more score with a zero value.
-    void write_row(int64_t row, int64_t head, const float* values, SoftmaxState state, float factor) {
+    void store_output_row_and_lse(int64_t row, int64_t head, const float* values, SoftmaxState state, float factor) {
         bool seen = state.total != 0.0f;  // a NaN row_sum counts as visible keys
         float total = state.total, top = state.top;
         if (seen && c.sinks >= 0) {
             float sink = load<float>(at[c.sinks] + 4 * head) * LOG2E;
             float most = sink > top ? sink : top;
             bool infinite = most == -NEGATIVE_INFINITY;  // such a sink takes all; inf - inf would be NaN
-            float old = infinite ? 0.0f : exp2(all(top - most))[0];
-            total = infinite ? 1.0f : total * old + exp2(all(sink - most))[0];
+            float old = infinite ? 0.0f : exp2(broadcast(top - most))[0];
+            total = infinite ? 1.0f : total * old + exp2(broadcast(sink - most))[0];
             factor *= old;
             top = most;
         }

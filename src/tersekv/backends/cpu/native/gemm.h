@@ -11,7 +11,7 @@ namespace {
 struct Fp32Packing {
     static constexpr int VALUES = 1;  // per packed word
     static VecF madd(VecF sum, uint32_t a, const uint32_t* b) {
-        return fma(all(from_bits(a)), load<VecF>(b), sum);
+        return fma(broadcast(from_bits(a)), load<VecF>(b), sum);
     }
 };
 
@@ -28,9 +28,9 @@ struct Bf16Packing {
 #define HAS_BF16_PRODUCTS 0
 #endif
 
-inline uint32_t pack_one(Fp32Packing, const float* x) { return bits(x[0]); }
+inline uint32_t pack_word(Fp32Packing, const float* x) { return bits(x[0]); }
 #if HAS_BF16_PRODUCTS
-inline uint32_t pack_one(Bf16Packing, const float* x) { return bits(x[0]) >> 16 | (bits(x[1]) & 0xFFFF0000); }
+inline uint32_t pack_word(Bf16Packing, const float* x) { return bits(x[0]) >> 16 | (bits(x[1]) & 0xFFFF0000); }
 #endif
 
 struct Operands {
@@ -46,7 +46,7 @@ struct Operands {
 };
 
 template <class Packing, int ROWS, int VECTORS>
-inline void block(const Operands& o, int64_t m, int64_t n) {
+inline void multiply_register_tile(const Operands& o, int64_t m, int64_t n) {
     VecF sum[ROWS][VECTORS] = {};
     const uint32_t* a = o.a + m * o.a_stride;
     const uint32_t* b = o.b + n;
@@ -70,12 +70,12 @@ inline void block(const Operands& o, int64_t m, int64_t n) {
 }
 
 template <class Packing, int VECTORS>
-inline void column(const Operands& o, int64_t rows, int64_t n) {
+inline void multiply_column_panel(const Operands& o, int64_t rows, int64_t n) {
     int64_t m = 0;
-    for (; m + 4 <= rows; m += 4) block<Packing, 4, VECTORS>(o, m, n);
-    if (rows - m == 3) block<Packing, 3, VECTORS>(o, m, n);
-    if (rows - m == 2) block<Packing, 2, VECTORS>(o, m, n);
-    if (rows - m == 1) block<Packing, 1, VECTORS>(o, m, n);
+    for (; m + 4 <= rows; m += 4) multiply_register_tile<Packing, 4, VECTORS>(o, m, n);
+    if (rows - m == 3) multiply_register_tile<Packing, 3, VECTORS>(o, m, n);
+    if (rows - m == 2) multiply_register_tile<Packing, 2, VECTORS>(o, m, n);
+    if (rows - m == 1) multiply_register_tile<Packing, 1, VECTORS>(o, m, n);
 }
 
 template <class Packing>
@@ -83,9 +83,9 @@ void multiply(const Operands& o, int64_t rows, int64_t columns) {
     // 4 × MOST vectors of sums, a row of B and a word of A fill the registers.
     constexpr int MOST = W == 16 ? 4 : 2;
     int64_t n = 0;
-    for (; n + MOST * W <= columns; n += MOST * W) column<Packing, MOST>(o, rows, n);
-    if (MOST > 2 && columns - n >= 2 * W) column<Packing, 2>(o, rows, n), n += 2 * W;
-    if (columns - n >= W) column<Packing, 1>(o, rows, n);
+    for (; n + MOST * W <= columns; n += MOST * W) multiply_column_panel<Packing, MOST>(o, rows, n);
+    if (MOST > 2 && columns - n >= 2 * W) multiply_column_panel<Packing, 2>(o, rows, n), n += 2 * W;
+    if (columns - n >= W) multiply_column_panel<Packing, 1>(o, rows, n);
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ struct RowOfRequest {
 };
 
 // Float keys in their order as integers: 0 is not to be taken, 1 NaN, the largest taken before all others.
-inline uint32_t order_key(float x, bool kept) {
+inline uint32_t radix_key(float x, bool kept) {
     if (x == NEGATIVE_INFINITY) return 0;
     if (kept) return ~0u;
     if (x != x) return 1;
@@ -37,17 +37,17 @@ struct Taking {
         first = keep_first < k - last ? keep_first : k - last;
     }
 
-    uint32_t key(const float* scores, int64_t visible, int64_t j) const {
-        return order_key(scores[j], j < first || j >= visible - last);
+    uint32_t radix_key_of_column(const float* scores, int64_t visible, int64_t j) const {
+        return radix_key(scores[j], j < first || j >= visible - last);
     }
 
     // Returns the number of columns written, without the −1.
     int64_t operator()(const float* scores, int64_t visible, int64_t group, int32_t* out, int64_t columns) const {
         uint32_t threshold = 1;
         int64_t ties = visible, count = 0;
-        if (visible > k) threshold = smallest(scores, visible, ties);
+        if (visible > k) threshold = find_threshold_and_ties(scores, visible, ties);
         for (int64_t j = 0; j < visible; j++) {
-            uint32_t x = key(scores, visible, j);
+            uint32_t x = radix_key_of_column(scores, visible, j);
             if (x < threshold || (x == threshold && ties <= 0)) continue;
             ties -= x == threshold;
             out[count++] = static_cast<int32_t>(j);
@@ -58,7 +58,7 @@ struct Taking {
     }
 
     // Returns the smallest key that is taken; ties: how many of the keys equal to it are.
-    uint32_t smallest(const float* scores, int64_t visible, int64_t& ties) const {
+    uint32_t find_threshold_and_ties(const float* scores, int64_t visible, int64_t& ties) const {
         static constexpr int SHIFTS[] = {21, 10, 0}, BITS[] = {11, 11, 10};
         uint32_t prefix = 0, mask = 0;
         int64_t rest = k;
@@ -66,7 +66,7 @@ struct Taking {
             int64_t counts[2048] = {};
             uint32_t low = (1u << BITS[pass]) - 1;
             for (int64_t j = 0; j < visible; j++) {
-                uint32_t x = key(scores, visible, j);
+                uint32_t x = radix_key_of_column(scores, visible, j);
                 counts[x >> SHIFTS[pass] & low] += (x & mask) == prefix && x > 0;
             }
             int64_t bin = low;
@@ -96,7 +96,7 @@ struct ScoreRun {
 
     void operator()() {
         lines = c.each ? c.heads : 1;
-        int64_t room = c.max_pages * c.page_size, tile = rows_of_item(), columns = columns_of_item();
+        int64_t room = c.max_pages * c.page_size, tile = max_rows_of_item(), columns = max_columns_of_item();
         int64_t most = c.width * lines, step = c.select ? SCORES_AT_ONCE / (most > 1 ? most : 1) : c.rows;
         step = step < 1 ? 1 : step < c.rows ? step : c.rows;
         size_t row_bytes = round_up((c.rows + 1) * sizeof(RowOfRequest), 64);
@@ -105,34 +105,34 @@ struct ScoreRun {
         if (p == nullptr) return fail_memory();
         row_of = reinterpret_cast<RowOfRequest*>(p);
         items = reinterpret_cast<ScoreItem*>(p + row_bytes);
-        if (!read_requests(room)) return;
+        if (!read_and_check_requests(room)) return;
         if (c.select) {
             chunk = reinterpret_cast<float*>(cached_buffer(FOR_CALL, (step * most + 16) * sizeof(float)));
             if (chunk == nullptr) return fail_memory();
         }
         for (first_row = 0; first_row < c.rows; first_row += step) {
             int64_t end = first_row + step < c.rows ? first_row + step : c.rows;
-            double work = plan(first_row, end, tile, columns);
+            double work = plan_items_and_return_work(first_row, end, tile, columns);
             int64_t worth = work < (1 << 20) ? 1 : threads;
-            parallel(num_items, worth, threads, score, this);
+            parallel_for(num_items, worth, threads, score_item, this);
             if (__atomic_load_n(&no_memory, __ATOMIC_RELAXED)) return fail_memory();
-            if (c.select) parallel((end - first_row) * lines, worth, threads, take, this);
+            if (c.select) parallel_for((end - first_row) * lines, worth, threads, store_topk_of_row, this);
         }
     }
 
 private:
     void fail_memory() { report.fault = NO_MEMORY; }
 
-    bool fail(Fault fault, int64_t request, int64_t a, int64_t b) {
+    bool report_fault(Fault fault, int64_t request, int64_t a, int64_t b) {
         report = {fault, request, {a, b}};
         return false;
     }
 
-    int64_t rows_of_item() const { return c.heads < ITEM_ROWS ? ITEM_ROWS / c.heads : 1; }
-    int64_t columns_of_item() const { return c.block < ITEM_KEYS ? ITEM_KEYS / c.block : 1; }
+    int64_t max_rows_of_item() const { return c.heads < ITEM_ROWS ? ITEM_ROWS / c.heads : 1; }
+    int64_t max_columns_of_item() const { return c.block < ITEM_KEYS ? ITEM_KEYS / c.block : 1; }
 
     // Reads and checks lengths, rows and pages.
-    bool read_requests(int64_t room) {
+    bool read_and_check_requests(int64_t room) {
         for (int64_t t = 0; t < c.rows; t++) row_of[t] = {-1, -1, 0};
         bool ragged = c.cu_seqlens_q.tensor >= 0;
         const char* starts = ragged ? at[c.cu_seqlens_q.tensor] : nullptr;
@@ -141,16 +141,16 @@ private:
             int64_t row = ragged ? read_index(starts, c.cu_seqlens_q.dtype, b) : b * c.max_q_len;
             int64_t stop = ragged ? read_index(starts, c.cu_seqlens_q.dtype, b + 1) : row + c.max_q_len;
             bool reads = keys > 0 && stop > row;
-            if (reads && keys > room) return fail(TOO_MANY_KEYS, b, room, keys);
+            if (reads && keys > room) return report_fault(TOO_MANY_KEYS, b, room, keys);
             if (stop > row && (row < 0 || stop > c.rows)) {
-                if (reads) return fail(ROWS_OUTSIDE, b, row, stop);
+                if (reads) return report_fault(ROWS_OUTSIDE, b, row, stop);
                 continue;
             }
-            if (reads && stop - row > c.max_q_len) return fail(TOO_MANY_ROWS, b, stop - row, c.max_q_len);
+            if (reads && stop - row > c.max_q_len) return report_fault(TOO_MANY_ROWS, b, stop - row, c.max_q_len);
             const char* table = at[c.page_table.tensor] + b * c.page_table.stride;
             for (int64_t i = 0; reads && i < (keys + c.page_size - 1) / c.page_size; i++) {
                 int64_t page = read_index(table, c.page_table.dtype, i);
-                if (page < 0 || page >= c.num_pages) return fail(PAGE_OUTSIDE, b, c.num_pages, page);
+                if (page < 0 || page >= c.num_pages) return report_fault(PAGE_OUTSIDE, b, c.num_pages, page);
             }
             for (int64_t t = row; t < stop; t++) {
                 int64_t position = tokens - (stop - t);
@@ -162,7 +162,7 @@ private:
     }
 
     // Items of rows [begin, end). Returns their work in products.
-    double plan(int64_t begin, int64_t end, int64_t tile, int64_t columns) {
+    double plan_items_and_return_work(int64_t begin, int64_t end, int64_t tile, int64_t columns) {
         double work = 0;
         num_items = 0;
         for (int64_t t = begin; t < end;) {
@@ -182,12 +182,12 @@ private:
         return work;
     }
 
-    float* line_of(int64_t row, int64_t line) const {
+    float* score_row_ptr(int64_t row, int64_t line) const {
         if (chunk != nullptr) return chunk + ((row - first_row) * lines + line) * c.width;
         return reinterpret_cast<float*>(at[c.out.tensor] + row * c.out.strides[0] + line * c.out.strides[1]);
     }
 
-    static void take(void* context, int64_t i) {
+    static void store_topk_of_row(void* context, int64_t i) {
         const ScoreRun& self = *static_cast<ScoreRun*>(context);
         const IndexScores& c = self.c;
         int64_t row = self.first_row + i / self.lines, line = i % self.lines;
@@ -197,7 +197,7 @@ private:
         int64_t group = c.open_group && (r.position + 1) % c.ratio > 0 ? r.visible : -1;
         char* out = self.at[c.out.tensor] + row * c.out.strides[0] + line * c.out.strides[1];
         Taking taking(c.k, c.keep_first, c.keep_last);
-        int64_t n = taking(self.line_of(row, line), visible, group, reinterpret_cast<int32_t*>(out), c.k + c.open_group);
+        int64_t n = taking(self.score_row_ptr(row, line), visible, group, reinterpret_cast<int32_t*>(out), c.k + c.open_group);
         store(self.at[c.lens.tensor] + row * c.lens.strides[0] + line * c.lens.strides[1], static_cast<int32_t>(n));
     }
 
@@ -208,7 +208,7 @@ private:
         int64_t offset[2][BLOCK_N], scale_offset[BLOCK_N];
     };
 
-    static void score(void* context, int64_t index) {
+    static void score_item(void* context, int64_t index) {
         ScoreRun& self = *static_cast<ScoreRun*>(context);
         const IndexScores& c = self.c;
         const ScoreItem& item = self.items[index];
@@ -227,7 +227,7 @@ private:
         tiles.products = reinterpret_cast<float*>(reserve(m * BLOCK_N));
         tiles.scales = reinterpret_cast<float*>(reserve(2 * BLOCK_N));
         tiles.weights = reinterpret_cast<float*>(reserve(m));
-        self.run(item, tiles);
+        self.score_keys_of_item(item, tiles);
     }
 
     void pack_queries(const ScoreItem& item, const Tiles& tiles) const {
@@ -237,12 +237,12 @@ private:
         for (int64_t i = 0; i < item.rows * c.heads; i++) {
             int64_t row = item.row + i / c.heads, head = i % c.heads;
             read_floats(at[q.tensor] + row * q.strides[0] + head * q.strides[1], c.query_dtype, x, c.keys.columns);
-            for (int64_t j = 0; j < c.keys.columns; j += Packing::VALUES) *out++ = pack_one(Packing(), x + j);
+            for (int64_t j = 0; j < c.keys.columns; j += Packing::VALUES) *out++ = pack_word(Packing(), x + j);
             tiles.weights[i] = w.tensor < 0 ? 1.0f : load<float>(at[w.tensor] + row * w.strides[0] + head * w.strides[1]);
         }
     }
 
-    void locate(const char* table, int64_t key, int64_t count, const StridedTensor& tensor, int64_t* offset) const {
+    void find_row_offsets(const char* table, int64_t key, int64_t count, const StridedTensor& tensor, int64_t* offset) const {
         int64_t column = key / c.page_size, slot = key % c.page_size;
         int64_t page = count > 0 ? read_index(table, c.page_table.dtype, column) : 0;
         for (int64_t t = 0; t < count; t++, slot++) {
@@ -251,36 +251,36 @@ private:
         }
     }
 
-    void run(const ScoreItem& item, Tiles& tiles) const {
+    void score_keys_of_item(const ScoreItem& item, Tiles& tiles) const {
         const RowOfRequest& last = row_of[item.row + item.rows - 1];
-        int64_t begin = item.begin * c.block, end = product(item.end, c.block);
+        int64_t begin = item.begin * c.block, end = saturating_product(item.end, c.block);
         end = last.visible < end ? last.visible : end;
         int64_t blocks = c.keys.scales.tensor < 0 ? 0 : (c.keys.columns + c.keys.width - 1) / c.keys.width;
         for (int64_t i = 0; i < item.rows; i++)
             for (int64_t line = 0; line < lines; line++)
-                for (int64_t j = item.begin; j < item.end; j++) line_of(item.row + i, line)[j] = NEGATIVE_INFINITY;
+                for (int64_t j = item.begin; j < item.end; j++) score_row_ptr(item.row + i, line)[j] = NEGATIVE_INFINITY;
         if (end <= begin) return;
         pack_queries(item, tiles);
         const char* table = at[c.page_table.tensor] + last.request * c.page_table.stride;
         const char* base = at[c.keys.codes.tensor];
-        locate(table, begin, end - begin < BLOCK_N ? end - begin : BLOCK_N, c.keys.codes, tiles.offset[0]);
+        find_row_offsets(table, begin, end - begin < BLOCK_N ? end - begin : BLOCK_N, c.keys.codes, tiles.offset[0]);
         int64_t bytes = c.keys.columns * (c.keys.dtype == E4M3 ? 1 : 2);
         for (int64_t key = begin, buffer = 0; key < end; key += BLOCK_N, buffer ^= 1) {
             int64_t count = end - key < BLOCK_N ? end - key : BLOCK_N, after = end - key - BLOCK_N;
             after = after < 0 ? 0 : after < BLOCK_N ? after : BLOCK_N;
-            locate(table, key + BLOCK_N, after, c.keys.codes, tiles.offset[buffer ^ 1]);
+            find_row_offsets(table, key + BLOCK_N, after, c.keys.codes, tiles.offset[buffer ^ 1]);
             RowPrefetcher ahead = {base, tiles.offset[buffer ^ 1], 0, after, 0, bytes}, none = {base, nullptr, 0, 0, 0, 1};
             pack_keys(Packing(), c.keys.dtype, Rows{base, tiles.offset[buffer], count, &ahead}, c.keys.columns, tiles.keys);
             if (blocks > 0) {
-                locate(table, key, count, c.keys.scales, tiles.scale_offset);
+                find_row_offsets(table, key, count, c.keys.scales, tiles.scale_offset);
                 load_scales(F32, Rows{at[c.keys.scales.tensor], tiles.scale_offset, count, &none}, blocks, tiles.scales);
             }
-            multiply_tile(item, tiles, blocks);
-            for (int64_t i = 0; i < item.rows; i++) reduce_row(item, tiles, i, key, count, blocks == 1);
+            compute_qk_tile(item, tiles, blocks);
+            for (int64_t i = 0; i < item.rows; i++) reduce_heads_and_store_scores(item, tiles, i, key, count, blocks == 1);
         }
     }
 
-    void multiply_tile(const ScoreItem& item, const Tiles& tiles, int64_t blocks) const {
+    void compute_qk_tile(const ScoreItem& item, const Tiles& tiles, int64_t blocks) const {
         int64_t step = blocks > 1 ? c.keys.width / Packing::VALUES : units;
         for (int64_t begin = 0; begin < units; begin += step) {
             Operands o = {};
@@ -295,7 +295,7 @@ private:
     }
 
     // Scores of one row of an item of the tile's keys, to its lines.
-    void reduce_row(const ScoreItem& item, const Tiles& tiles, int64_t i, int64_t key, int64_t count, bool scaled) const {
+    void reduce_heads_and_store_scores(const ScoreItem& item, const Tiles& tiles, int64_t i, int64_t key, int64_t count, bool scaled) const {
         const RowOfRequest& r = row_of[item.row + i];
         int64_t seen = r.visible - key < count ? r.visible - key : count;
         if (seen <= 0) return;
@@ -307,12 +307,12 @@ private:
                 for (int64_t h = first; h < stop; h++) {
                     VecF y = load<VecF>(tiles.products + (i * c.heads + h) * BLOCK_N + v);
                     if (c.relu) y = y < 0.0f ? VecF{} : y;  // a NaN stays
-                    sum = h == first ? y * tiles.weights[i * c.heads + h] : fma(y, all(tiles.weights[i * c.heads + h]), sum);
+                    sum = h == first ? y * tiles.weights[i * c.heads + h] : fma(y, broadcast(tiles.weights[i * c.heads + h]), sum);
                 }
                 if (scaled) sum *= load<VecF>(tiles.scales + v);
                 store(x + v, sum * scale);
             }
-            float* out = line_of(item.row + i, line);
+            float* out = score_row_ptr(item.row + i, line);
             if (c.block == 1) {
                 memcpy(out + key, x, seen * sizeof(float));
                 continue;
@@ -340,7 +340,7 @@ struct TopkRun {
     const IndexTopk& c;
     Addresses at;
 
-    static void work(void* context, int64_t i) {
+    static void store_topk_of_row(void* context, int64_t i) {
         const TopkRun& self = *static_cast<TopkRun*>(context);
         const IndexTopk& c = self.c;
         int64_t row = i / c.lines, line = i % c.lines;
@@ -358,7 +358,7 @@ struct TopkRun {
 void index_topk(const IndexTopk& c, Addresses at, int64_t threads) {
     TopkRun run = {c, at};
     int64_t lines = c.rows * c.lines;
-    parallel(lines, lines * c.width < (1 << 16) ? 1 : threads, threads, TopkRun::work, &run);
+    parallel_for(lines, lines * c.width < (1 << 16) ? 1 : threads, threads, TopkRun::store_topk_of_row, &run);
 }
 
 }  // namespace

@@ -13,26 +13,26 @@ struct MergeRun {
     Addresses at;
     int64_t share;  // rows of a work item
 
-    static void work(void* context, int64_t item) {
+    static void merge_rows_of_item(void* context, int64_t item) {
         const MergeRun& self = *static_cast<MergeRun*>(context);
         int64_t all_rows = self.c.rows * self.c.heads, begin = item * self.share;
         int64_t end = begin + self.share < all_rows ? begin + self.share : all_rows;
-        for (int64_t i = begin; i < end; i++) self.row(i / self.c.heads, i % self.c.heads);
+        for (int64_t i = begin; i < end; i++) self.merge_and_store_row(i / self.c.heads, i % self.c.heads);
     }
 
-    float lse(int64_t part, int64_t row, int64_t head) const {
+    float load_lse(int64_t part, int64_t row, int64_t head) const {
         return load<float>(at[c.lses] + part * c.lses_strides[0] + row * c.lses_strides[1] + head * c.lses_strides[2]);
     }
 
-    void row(int64_t t, int64_t h) const {
+    void merge_and_store_row(int64_t t, int64_t h) const {
         float top = NEGATIVE_INFINITY;
         for (int64_t i = 0; i < c.parts; i++) {
-            float x = lse(i, t, h);
+            float x = load_lse(i, t, h);
             top = x > top || x != x ? x : top;
         }
         // If every part is empty, exp(−inf − 0) = 0 instead of exp(−inf + inf) = NaN.
         float base = top == NEGATIVE_INFINITY ? 0.0f : top, total = 0.0f;
-        for (int64_t i = 0; i < c.parts; i++) total += expf(lse(i, t, h) - base);
+        for (int64_t i = 0; i < c.parts; i++) total += expf(load_lse(i, t, h) - base);
         float by = top == NEGATIVE_INFINITY ? 1.0f : total;
         char* out = at[c.out.tensor] + t * c.out.strides[0] + h * c.out.strides[1];
         int64_t size = c.dtype == F32 ? 4 : 2, out_size = c.out_dtype == F32 ? 4 : 2;
@@ -41,7 +41,7 @@ struct MergeRun {
             int64_t n = c.columns - begin < 64 ? c.columns - begin : 64;
             float sum[64] = {}, x[64];
             for (int64_t i = 0; i < c.parts; i++) {
-                float part = lse(i, t, h);
+                float part = load_lse(i, t, h);
                 if (part == NEGATIVE_INFINITY) continue;  // a part without visible keys may hold anything, NaN included
                 float weight = expf(part - base);
                 const char* p = at[c.outs] + i * c.outs_strides[0] + t * c.outs_strides[1] + h * c.outs_strides[2];
@@ -61,7 +61,7 @@ void merge(const Merge& c, Addresses at, int64_t threads) {
     int64_t rows = c.rows * c.heads, wanted = rows * c.parts * c.columns / WORTH_A_THREAD + 1;
     int64_t shares = wanted < threads ? wanted : threads;
     MergeRun run = {c, at, (rows + shares - 1) / shares};
-    parallel(shares, shares, threads, MergeRun::work, &run);
+    parallel_for(shares, shares, threads, MergeRun::merge_rows_of_item, &run);
 }
 
 }  // namespace

@@ -46,7 +46,7 @@ inline float from_bf16(uint16_t u) { return from_bits(static_cast<uint32_t>(u) <
 // fp32 → a float of EXPONENT and MANTISSA bits, saturating at `limit` (fp32 bits). Below the smallest normal number
 // a sum with `magic`, whose last bit is worth the smallest subnormal, does the rounding.
 template <int EXPONENT, int MANTISSA>
-inline uint32_t to_small(uint32_t magnitude, uint32_t limit) {
+inline uint32_t to_minifloat(uint32_t magnitude, uint32_t limit) {
     constexpr int BIAS = (1 << (EXPONENT - 1)) - 1, DROPPED = 23 - MANTISSA;
     constexpr uint32_t SMALLEST_NORMAL = static_cast<uint32_t>(127 - BIAS + 1) << 23;
     constexpr uint32_t MAGIC = static_cast<uint32_t>(127 - BIAS + 1 - MANTISSA + 23) << 23;
@@ -58,7 +58,7 @@ inline uint32_t to_small(uint32_t magnitude, uint32_t limit) {
 
 inline uint16_t to_f16(float x) {
     uint32_t u = bits(x), a = u & 0x7FFFFFFF;
-    uint32_t code = to_small<5, 10>(a, 0x47800000);  // 65536, which gives the bits of inf
+    uint32_t code = to_minifloat<5, 10>(a, 0x47800000);  // 65536, which gives the bits of inf
     return static_cast<uint16_t>(((u >> 16) & 0x8000) | (a > INFINITE ? 0x7E00 : code));
 }
 
@@ -72,13 +72,13 @@ inline float from_f16(uint16_t h) {
 // To e4m3 and e5m2: saturating; NaN becomes 0x7F whatever its sign, as on GPUs.
 inline uint8_t to_e4m3(float x) {
     uint32_t u = bits(x), a = u & 0x7FFFFFFF;
-    uint32_t code = to_small<4, 3>(a, 0x43E00000);  // 448
+    uint32_t code = to_minifloat<4, 3>(a, 0x43E00000);  // 448
     return static_cast<uint8_t>(a > INFINITE ? 0x7F : ((u >> 24) & 0x80) | code);
 }
 
 inline uint8_t to_e5m2(float x) {
     uint32_t u = bits(x), a = u & 0x7FFFFFFF;
-    uint32_t code = to_small<5, 2>(a, 0x47600000);  // 57344
+    uint32_t code = to_minifloat<5, 2>(a, 0x47600000);  // 57344
     return static_cast<uint8_t>(a > INFINITE ? 0x7F : ((u >> 24) & 0x80) | code);
 }
 
@@ -113,7 +113,7 @@ inline uint8_t to_int4(float x) {
 constexpr float power(int n) { return n < 0 ? power(n + 1) / 2 : n > 0 ? power(n - 1) * 2 : 1.0f; }
 
 template <int EXPONENT, int MANTISSA>
-constexpr float value_of(int code) {
+constexpr float minifloat_value(int code) {
     int bias = (1 << (EXPONENT - 1)) - 1, last = (1 << EXPONENT) - 1;
     int e = (code >> MANTISSA) & last, m = code & ((1 << MANTISSA) - 1);
     float magnitude = e == 0 ? m * power(1 - bias - MANTISSA) : ((1 << MANTISSA) + m) * power(e - bias - MANTISSA);
@@ -126,7 +126,7 @@ template <int EXPONENT, int MANTISSA>
 struct Values {
     float of[1 << (1 + EXPONENT + MANTISSA)];
     constexpr Values() : of() {
-        for (int i = 0; i < (1 << (1 + EXPONENT + MANTISSA)); i++) of[i] = value_of<EXPONENT, MANTISSA>(i);
+        for (int i = 0; i < (1 << (1 + EXPONENT + MANTISSA)); i++) of[i] = minifloat_value<EXPONENT, MANTISSA>(i);
     }
 };
 constexpr Values<4, 3> E4M3_VALUES;
@@ -160,11 +160,11 @@ inline void write_floats(const float* x, int64_t dtype, char* p, int64_t n) {
 }
 
 // a − b and a × b of unchecked numbers, saturating on overflow.
-inline int64_t difference(int64_t a, int64_t b) {
+inline int64_t saturating_difference(int64_t a, int64_t b) {
     int64_t out;
     return __builtin_sub_overflow(a, b, &out) ? INT64_MAX : out;
 }
-inline int64_t product(int64_t a, int64_t b) {
+inline int64_t saturating_product(int64_t a, int64_t b) {
     int64_t out;
     return __builtin_mul_overflow(a, b, &out) ? INT64_MAX : out;
 }

@@ -14,12 +14,12 @@ struct MaskArgs {
     const char* mask;     // of the request's first row; null: causal
     int64_t mask_stride;
 
-    // Keys [low, high) are visible to a draft, except where its mask bit is 0.
-    int64_t low(int64_t draft) const {
+    // Keys [first_visible, visible_end) are visible to a draft, except where its mask bit is 0.
+    int64_t first_visible(int64_t draft) const {
         int64_t k = window ? first + draft - window + 1 : 0;
         return k > 0 ? k : 0;
     }
-    int64_t high(int64_t draft) const {
+    int64_t visible_end(int64_t draft) const {
         int64_t k = mask ? keys : first + draft + 1;
         return k < keys ? k : keys;
     }
@@ -28,14 +28,14 @@ struct MaskArgs {
         return j >= 0 && !(load<uint16_t>(mask + draft * mask_stride + j / 16 * 2) >> (j % 16) & 1);
     }
     // Returns whether keys [begin, end) are unmasked for all drafts [from, to].
-    bool whole(int64_t from, int64_t to, int64_t begin, int64_t end) const {
-        return begin >= low(to) && end <= (mask && first < keys ? first : high(from));
+    bool all_visible(int64_t from, int64_t to, int64_t begin, int64_t end) const {
+        return begin >= first_visible(to) && end <= (mask && first < keys ? first : visible_end(from));
     }
 };
 
 // Sets the scores of masked keys to −inf, in a tile that starts at key `begin`.
 inline void apply_mask(float* s, const MaskArgs& mask_args, int64_t draft, int64_t begin, int64_t count) {
-    int64_t low = mask_args.low(draft) - begin, high = mask_args.high(draft) - begin;
+    int64_t low = mask_args.first_visible(draft) - begin, high = mask_args.visible_end(draft) - begin;
     for (int64_t t = 0; t < count; t++)
         if (t < low || t >= high || (mask_args.mask && mask_args.masked_out(draft, begin + t))) s[t] = NEGATIVE_INFINITY;
 }
@@ -46,10 +46,10 @@ struct SoftmaxState {
 
 // Turns scores s [padded] into P against the new row_max, in place. Returns the rescale of older acc_o.
 inline float online_softmax_step(float* s, int64_t padded, SoftmaxState& r) {
-    VecF most = all(r.top);
+    VecF most = broadcast(r.top);
     for (int64_t t = 0; t < padded; t += W) most = max_nan_last(load<VecF>(s + t), most);
-    float top = max_of(most);
-    VecF base = all(top == NEGATIVE_INFINITY ? 0.0f : top);  // all masked so far: −inf − −inf would be NaN
+    float top = reduce_max(most);
+    VecF base = broadcast(top == NEGATIVE_INFINITY ? 0.0f : top);  // all masked so far: −inf − −inf would be NaN
     VecF total = {};
     for (int64_t t = 0; t < padded; t += W) {
         VecF p = exp2(load<VecF>(s + t) - base);
@@ -57,8 +57,8 @@ inline float online_softmax_step(float* s, int64_t padded, SoftmaxState& r) {
         total += p;
     }
     float old = 1.0f;
-    if (top != r.top) old = r.top == NEGATIVE_INFINITY ? 0.0f : exp2(all(r.top - top))[0];
-    r.total = r.total * old + sum(total);
+    if (top != r.top) old = r.top == NEGATIVE_INFINITY ? 0.0f : exp2(broadcast(r.top - top))[0];
+    r.total = r.total * old + reduce_add(total);
     r.top = top;
     return old;
 }

@@ -13,7 +13,7 @@ inline VecF scaled_p(const float* p, const float* scales, int64_t t) {
 
 // Packs scaled P. bf16 rounds it: `sum` then accumulates |P|. Returns whether an element exceeds sum / 16: where many
 // small terms cancel its rounding error would show, and `pack_p_residual` must be added.
-inline bool pack_p(Fp32Packing, const float* p, const float* scales, int64_t padded, uint32_t* out, float&) {
+inline bool pack_p_and_test_rounding(Fp32Packing, const float* p, const float* scales, int64_t padded, uint32_t* out, float&) {
     for (int64_t t = 0; t < padded; t += W) store(out + t, scaled_p(p, scales, t));
     return false;
 }
@@ -24,15 +24,15 @@ inline void pack_p_residual(Fp32Packing, const float*, const float*, int64_t, ui
 inline float dot(Fp32Packing, const uint32_t* a, const uint32_t* b, int64_t padded) {
     VecF total = {};
     for (int64_t t = 0; t < padded; t += W) total = fma(load<VecF>(a + t), load<VecF>(b + t), total);
-    return sum(total);
+    return reduce_add(total);
 }
 
 #if HAS_BF16_PRODUCTS
-inline VecF rounded(VecF x) {
+inline VecF round_to_bf16(VecF x) {
     return (VecF)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
 }
 
-inline bool pack_p(Bf16Packing, const float* p, const float* scales, int64_t padded, uint32_t* out, float& sum) {
+inline bool pack_p_and_test_rounding(Bf16Packing, const float* p, const float* scales, int64_t padded, uint32_t* out, float& sum) {
     VecF total = {}, most = {};
     for (int64_t t = 0; t < padded; t += W) {
         VecF x = scaled_p(p, scales, t), magnitude = (VecF)((VecI)x & 0x7FFFFFFF);
@@ -47,7 +47,7 @@ inline bool pack_p(Bf16Packing, const float* p, const float* scales, int64_t pad
 inline void pack_p_residual(Bf16Packing, const float* p, const float* scales, int64_t padded, uint32_t* out) {
     for (int64_t t = 0; t < padded; t += W) {
         VecF x = scaled_p(p, scales, t);
-        _mm256_storeu_si256((__m256i*)(out + t / 2), (__m256i)_mm512_cvtneps_pbh((__m512)(x - rounded(x))));
+        _mm256_storeu_si256((__m256i*)(out + t / 2), (__m256i)_mm512_cvtneps_pbh((__m512)(x - round_to_bf16(x))));
     }
 }
 

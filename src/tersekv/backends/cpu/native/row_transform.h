@@ -37,7 +37,7 @@ inline void rotate_row(const RowTransform& t, Addresses at, float* x, int64_t n)
 }
 
 // Scales and rotates a row of a KV head for quantization.
-inline void transform_row(const RowTransform& t, Addresses at, int64_t head, float* x, int64_t n) {
+inline void divide_by_channel_scales_and_rotate(const RowTransform& t, Addresses at, int64_t head, float* x, int64_t n) {
     if (t.channels >= 0) {
         const char* scale = at[t.channels] + head * t.stride;
         for (int64_t i = 0; i < n; i++) x[i] *= 1.0f / load<float>(scale + 4 * i);
@@ -52,13 +52,13 @@ inline void apply_channel_scales(const RowTransform& t, Addresses at, int64_t he
 }
 
 // Scales and rotates a query to match the stored keys of a KV head.
-inline void rotate_query(const RowTransform& t, Addresses at, int64_t head, float* x, int64_t n) {
+inline void scale_and_rotate_query(const RowTransform& t, Addresses at, int64_t head, float* x, int64_t n) {
     apply_channel_scales(t, at, head, x, n);
     rotate_row(t, at, x, n);
 }
 
 // Undoes rotation and channel scales of V in an output of a KV head.
-inline void unrotate_values(const RowTransform& t, Addresses at, int64_t head, float* x, int64_t n) {
+inline void unrotate_and_scale_output(const RowTransform& t, Addresses at, int64_t head, float* x, int64_t n) {
     if (t.signs >= 0) {
         hadamard(x, n, t.block);
         apply_signs(t, at, x, n);

@@ -29,8 +29,8 @@ typedef float VecF __attribute__((vector_size(W * 4)));
 typedef int32_t VecI __attribute__((vector_size(W * 4)));
 typedef uint32_t VecU __attribute__((vector_size(W * 4)));
 
-inline VecF all(float x) { return x - VecF{}; }
-inline VecI all(int32_t x) { return x - VecI{}; }
+inline VecF broadcast(float x) { return x - VecF{}; }
+inline VecI broadcast(int32_t x) { return x - VecI{}; }
 
 inline VecF fma(VecF a, VecF b, VecF c) {
 #if defined(__AVX512F__)
@@ -46,7 +46,7 @@ inline VecF fma(VecF a, VecF b, VecF c) {
 
 inline VecF max_nan_last(VecF a, VecF b) { return a > b ? a : b; }  // b where either is NaN
 
-inline float max_of(VecF x) {
+inline float reduce_max(VecF x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)x);
 #endif
@@ -55,7 +55,7 @@ inline float max_of(VecF x) {
     return top;
 }
 
-inline float sum(VecF x) {
+inline float reduce_add(VecF x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)x);
 #endif
@@ -72,17 +72,17 @@ inline VecF exp2(VecF x) {
     __m512 whole = _mm512_roundscale_ps(low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     VecF f = (VecF)_mm512_sub_ps(low, whole);
 #else
-    const VecF magic = all(12582912.0f);  // 1.5 × 2^23: adding it rounds to an integer
-    VecF low = x < -126.0f ? all(-126.0f) : x;
+    const VecF magic = broadcast(12582912.0f);  // 1.5 × 2^23: adding it rounds to an integer
+    VecF low = x < -126.0f ? broadcast(-126.0f) : x;
     VecF shifted = low + magic, f = low - (shifted - magic);
 #endif
-    VecF p = all(1.5345810e-4f);
-    p = fma(p, f, all(1.3399931e-3f));
-    p = fma(p, f, all(9.6184891e-3f));
-    p = fma(p, f, all(5.5503286e-2f));
-    p = fma(p, f, all(2.4022646e-1f));
-    p = fma(p, f, all(6.9314718e-1f));
-    p = fma(p, f, all(1.0f));
+    VecF p = broadcast(1.5345810e-4f);
+    p = fma(p, f, broadcast(1.3399931e-3f));
+    p = fma(p, f, broadcast(9.6184891e-3f));
+    p = fma(p, f, broadcast(5.5503286e-2f));
+    p = fma(p, f, broadcast(2.4022646e-1f));
+    p = fma(p, f, broadcast(6.9314718e-1f));
+    p = fma(p, f, broadcast(1.0f));
 #if defined(__AVX512F__)
     return (VecF)_mm512_scalef_ps((__m512)p, whole);
 #else

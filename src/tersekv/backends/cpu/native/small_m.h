@@ -13,12 +13,12 @@
 namespace {
 
 // Column of the i-th of 64 unpacked columns, of keys and of values.
-constexpr int64_t key_order(int64_t dtype, int64_t i) {
+constexpr int64_t query_column_of_key_word(int64_t dtype, int64_t i) {
     int64_t chunk = i / 8;
     if (dtype == BF16) return i;
     return is_4_bit(dtype) ? chunk * 8 + i % 8 / 2 + i % 2 * 4 : chunk % 4 * 16 + chunk / 4 * 8 + i % 8;
 }
-constexpr int64_t value_order(int64_t dtype, int64_t i) {
+constexpr int64_t column_of_value_lane(int64_t dtype, int64_t i) {
     int64_t v = i / 16, lane = i % 16 / 4, j = i % 4;
     if (dtype == BF16) return v / 2 * 32 + lane * 8 + v % 2 * 4 + j;
     return is_4_bit(dtype) ? j * 16 + lane * 4 + v : lane * 16 + v * 4 + j;
@@ -42,27 +42,27 @@ struct Codes {
 
     explicit Codes(int64_t n) : columns(n) {}
 
-    void at(int64_t c) {
+    void select_columns(int64_t c) {
         byte = c * bits_of(DTYPE) / 8;
         for (int i = 0; i < 2; i++) inside[i] = first_bytes(columns * bits_of(DTYPE) / 8 - byte - 64 * i);
     }
 
-    INLINE VectorPair keys(const uint8_t* row, __mmask64 there = ~0ull) const {
+    INLINE VectorPair load_key(const uint8_t* row, __mmask64 there = ~0ull) const {
         __m512i x = _mm512_maskz_loadu_epi8(inside[0] & there, row + byte);
         if constexpr (DTYPE == BF16) return {x, _mm512_maskz_loadu_epi8(inside[1] & there, row + byte + 64)};
         else return interleave(table(x));
     }
 
     // Loads pairs of tokens t and t + 1; past the last token they are 0, or any 4-bit number.
-    INLINE void values(const Rows& rows, int64_t t, __m512i (&out)[4]) const {
+    INLINE void load_value_pair(const Rows& rows, int64_t t, __m512i (&out)[4]) const {
         bool both = t + 1 < rows.count;
         int64_t next = both ? t + 1 : t;
         __mmask64 there = both ? ~0ull : 0;
         const uint8_t *first = rows.of(t), *second = rows.of(next);
         if constexpr (is_4_bit(DTYPE)) {
-            nibble.pairs(first + byte, second + byte, static_cast<__mmask32>(inside[0]), out);
+            nibble.load_value_pairs(first + byte, second + byte, static_cast<__mmask32>(inside[0]), out);
         } else if constexpr (DTYPE == BF16) {
-            VectorPair a = keys(first), b = keys(second, there);
+            VectorPair a = load_key(first), b = load_key(second, there);
             out[0] = _mm512_unpacklo_epi16(a.first, b.first), out[1] = _mm512_unpackhi_epi16(a.first, b.first);
             out[2] = _mm512_unpacklo_epi16(a.second, b.second), out[3] = _mm512_unpackhi_epi16(a.second, b.second);
         } else {
@@ -74,14 +74,14 @@ struct Codes {
     }
 
     // Prefetches as many cache lines of the next tile as n rows of this one take in these columns.
-    INLINE void ask(const Rows& rows, int64_t n, int64_t c) const {
+    INLINE void prefetch_rows(const Rows& rows, int64_t n, int64_t c) const {
         if (LINES == 0 && c % 128 != 0) return;
-        for (int64_t i = 0; i < n * (LINES ? LINES : 1); i++) rows.ahead->some();
+        for (int64_t i = 0; i < n * (LINES ? LINES : 1); i++) rows.ahead->prefetch_line();
     }
 };
 
-// Reduces sixteen vectors to their sums, in the order of `place_of_sum`.
-INLINE __m512 sums_of(const __m512 (&x)[16]) {
+// Reduces sixteen vectors to their sums, in the order of `lane_order_of_sum`.
+INLINE __m512 reduce_16_vectors(const __m512 (&x)[16]) {
     __m512 a[8], b[4], c[2];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[i], x[i + 8]), _mm512_unpackhi_ps(x[i], x[i + 8]));
@@ -97,13 +97,13 @@ INLINE __m512 sums_of(const __m512 (&x)[16]) {
     return lanes(c[0], c[1]);
 }
 // Index of the vector whose sum is in lane i.
-constexpr int place_of_sum(int i) { return i % 2 * 8 + i / 2 % 2 * 4 + i / 4 % 2 * 2 + i / 8; }
+constexpr int lane_order_of_sum(int i) { return i % 2 * 8 + i / 2 % 2 * 4 + i / 4 % 2 * 2 + i / 8; }
 
 // QK: scores of a tile for queries [ROWS, columns], 16 / ROWS keys at a time; past the tile's end the last key is
 // repeated.
 template <int64_t DTYPE, int ROWS>
 void scores_small_m_kernel(const Rows& rows, const Rows& scales, int64_t columns, const uint32_t* queries, float* out) {
-    if constexpr (is_4_bit(DTYPE)) return nibble_scores<DTYPE, ROWS>(rows, scales, columns, queries, out);
+    if constexpr (is_4_bit(DTYPE)) return compute_scores_4_bit<DTYPE, ROWS>(rows, scales, columns, queries, out);
     constexpr int KEYS = 16 / ROWS;
     Codes<DTYPE> codes(columns);
     int64_t units = round_up(columns, SPAN) / 2;
@@ -114,22 +114,22 @@ void scores_small_m_kernel(const Rows& rows, const Rows& scales, int64_t columns
 #pragma GCC unroll 16
         for (__m512& x : sum) x = _mm512_setzero_ps();
         for (int64_t c = 0; c < columns; c += SPAN) {
-            codes.at(c);
-            codes.ask(rows, KEYS, c);
+            codes.select_columns(c);
+            codes.prefetch_rows(rows, KEYS, c);
 #pragma GCC unroll 16
             for (int i = 0; i < KEYS; i++) {
-                VectorPair x = codes.keys(row[i]);
+                VectorPair x = codes.load_key(row[i]);
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; r++) {
                     const uint32_t* q = queries + r * units + c / 2;
-                    __m512& to = sum[place_of_sum(r * KEYS + i)];
+                    __m512& to = sum[lane_order_of_sum(r * KEYS + i)];
                     to = _mm512_dpbf16_ps(to, (__m512bh)x.first, (__m512bh)_mm512_loadu_si512(q));
                     to = _mm512_dpbf16_ps(to, (__m512bh)x.second, (__m512bh)_mm512_loadu_si512(q + 16));
                 }
             }
         }
         float each[16];
-        _mm512_storeu_ps(each, sums_of(sum));
+        _mm512_storeu_ps(each, reduce_16_vectors(sum));
         for (int r = 0; r < ROWS; r++) memcpy(out + r * BLOCK_N + t, each + r * KEYS, KEYS * sizeof(float));
     }
 }
@@ -163,14 +163,14 @@ struct ProbabilityTile {
 
 // PV: acc_o [ROWS, columns] += P × values of a tile.
 template <int64_t DTYPE, int ROWS>
-void values_small_m_kernel(const Rows& rows, const Rows& scales, int64_t columns, const ProbabilityTile& packed_p, float* out, int64_t stride) {
+void accumulate_pv_small_m_kernel(const Rows& rows, const Rows& scales, int64_t columns, const ProbabilityTile& packed_p, float* out, int64_t stride) {
     const uint32_t* of_rows = packed_p.units;
     Codes<DTYPE> codes(columns);
     BlockScaledP<ROWS> by_block;  // e2m1 only
     for (int64_t c = 0; c < columns; c += SPAN) {
-        codes.at(c);
+        codes.select_columns(c);
         if (DTYPE == E2M1 && c % (2 * SPAN) == 0)
-            by_block.fill(scales, c / 16, columns / 16, packed_p.probabilities, packed_p.rest);
+            by_block.pack_scaled_p(scales, c / 16, columns / 16, packed_p.probabilities, packed_p.rest);
         __m512 sum[ROWS][4];
 #pragma GCC unroll 16
         for (int i = 0; i < ROWS * 4; i++) {
@@ -179,12 +179,12 @@ void values_small_m_kernel(const Rows& rows, const Rows& scales, int64_t columns
         }
         for (int64_t t = 0; t < rows.count; t += 2) {
             __m512i units[4];
-            codes.values(rows, t, units);
-            codes.ask(rows, 2, c);
+            codes.load_value_pair(rows, t, units);
+            codes.prefetch_rows(rows, 2, c);
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; r++) {
                 __m512i w;
-                if constexpr (DTYPE == E2M1) w = by_block.at(r, t / 2, c);
+                if constexpr (DTYPE == E2M1) w = by_block.scaled_p_at(r, t / 2, c);
                 else w = _mm512_set1_epi32(static_cast<int>(of_rows[r * (BLOCK_N / 2) + t / 2]));
 #pragma GCC unroll 4
                 for (int v = 0; v < 4; v++) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], (__m512bh)w, (__m512bh)units[v]);
@@ -200,13 +200,13 @@ void values_small_m_kernel(const Rows& rows, const Rows& scales, int64_t columns
 }
 
 template <int64_t DTYPE>
-void dispatch_values_rows(const Rows& rows, const Rows& scales, int64_t columns, const ProbabilityTile& packed_p, int64_t count,
+void dispatch_accumulate_pv_rows(const Rows& rows, const Rows& scales, int64_t columns, const ProbabilityTile& packed_p, int64_t count,
                    float* out, int64_t stride) {
     for (int64_t r = 0; r < count; r += 4, out += 4 * stride) switch (count - r) {
-            case 1: values_small_m_kernel<DTYPE, 1>(rows, scales, columns, packed_p.from(r), out, stride); break;
-            case 2: values_small_m_kernel<DTYPE, 2>(rows, scales, columns, packed_p.from(r), out, stride); break;
-            case 3: values_small_m_kernel<DTYPE, 3>(rows, scales, columns, packed_p.from(r), out, stride); break;
-            default: values_small_m_kernel<DTYPE, 4>(rows, scales, columns, packed_p.from(r), out, stride);
+            case 1: accumulate_pv_small_m_kernel<DTYPE, 1>(rows, scales, columns, packed_p.from(r), out, stride); break;
+            case 2: accumulate_pv_small_m_kernel<DTYPE, 2>(rows, scales, columns, packed_p.from(r), out, stride); break;
+            case 3: accumulate_pv_small_m_kernel<DTYPE, 3>(rows, scales, columns, packed_p.from(r), out, stride); break;
+            default: accumulate_pv_small_m_kernel<DTYPE, 4>(rows, scales, columns, packed_p.from(r), out, stride);
         }
 }
 
@@ -215,10 +215,10 @@ template <int64_t DTYPE>
 void unpack_values_small_m_kernel(const Rows& rows, int64_t columns, uint32_t* out, int64_t stride) {
     Codes<DTYPE> codes(columns);
     for (int64_t c = 0; c < columns; c += SPAN) {
-        codes.at(c);
+        codes.select_columns(c);
         for (int64_t t = 0; t < rows.count; t += 2) {
             __m512i units[4];
-            codes.values(rows, t, units);
+            codes.load_value_pair(rows, t, units);
             for (int v = 0; v < 4; v++) _mm512_storeu_si512(out + t / 2 * stride + c + v * W, units[v]);
         }
     }
@@ -239,9 +239,9 @@ inline void scores_small_m(Bf16Packing, int64_t dtype, const Rows& rows, const R
     SMALL_M_BY_DTYPE(dtype, dispatch_scores_rows, rows, scales, columns, queries, count, out)
 }
 
-inline void accumulate_values_small_m(Bf16Packing, int64_t dtype, const Rows& rows, const Rows& scales, int64_t columns,
+inline void accumulate_pv_small_m(Bf16Packing, int64_t dtype, const Rows& rows, const Rows& scales, int64_t columns,
                           const ProbabilityTile& packed_p, int64_t count, float* out, int64_t stride) {
-    SMALL_M_BY_DTYPE(dtype, dispatch_values_rows, rows, scales, columns, packed_p, count, out, stride)
+    SMALL_M_BY_DTYPE(dtype, dispatch_accumulate_pv_rows, rows, scales, columns, packed_p, count, out, stride)
 }
 
 // For codes that may be NaN; integers need no test of the tile.
@@ -253,7 +253,7 @@ inline void unpack_values_small_m(Bf16Packing, int64_t dtype, const Rows& rows, 
     }
 }
 
-// Packs a query row, its columns in the order of `key_order`. Returns the sum of its columns.
+// Packs a query row, its columns in the order of `query_column_of_key_word`. Returns the sum of its columns.
 inline float pack_query_small_m(Bf16Packing, const char* row, int64_t dtype, int64_t columns, int64_t keys, uint32_t* out) {
     int64_t size = dtype == F32 ? 4 : dtype == E4M3 || dtype == E5M2 ? 1 : 2;
     float sum = 0.0f;
@@ -261,19 +261,19 @@ inline float pack_query_small_m(Bf16Packing, const char* row, int64_t dtype, int
         float x[SPAN] = {};
         read_floats(row + c * size, dtype, x, columns - c < SPAN ? columns - c : SPAN);
         for (int64_t i = 0; i < SPAN; i += 2) {
-            float pair[2] = {x[key_order(keys, i)], x[key_order(keys, i + 1)]};
-            *out++ = pack_one(Bf16Packing(), pair);
+            float pair[2] = {x[query_column_of_key_word(keys, i)], x[query_column_of_key_word(keys, i + 1)]};
+            *out++ = pack_word(Bf16Packing(), pair);
             sum += pair[0] + pair[1];
         }
     }
     return sum;
 }
 
-// Reorders a row of acc_o from the order of `value_order` to columns.
+// Reorders a row of acc_o from the order of `column_of_value_lane` to columns.
 inline void reorder_columns_small_m(Bf16Packing, int64_t dtype, int64_t columns, float* row) {
     for (int64_t c = 0; c < columns; c += SPAN, row += SPAN) {
         float x[SPAN];
-        for (int64_t i = 0; i < SPAN; i++) x[value_order(dtype, i)] = row[i];
+        for (int64_t i = 0; i < SPAN; i++) x[column_of_value_lane(dtype, i)] = row[i];
         memcpy(row, x, sizeof x);
     }
 }

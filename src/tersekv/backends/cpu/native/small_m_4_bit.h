@@ -38,13 +38,13 @@ template <int64_t DTYPE>
 struct Nibble {
     __m512i table;
     Nibble() {
-        __m512i low = in_each_lane(DTYPE == INT4 ? INT4_LOW : E2M1_LOW);
-        __m512i high = in_each_lane(DTYPE == INT4 ? INT4_HIGH : E2M1_HIGH);
+        __m512i low = broadcast_16_bytes(DTYPE == INT4 ? INT4_LOW : E2M1_LOW);
+        __m512i high = broadcast_16_bytes(DTYPE == INT4 ? INT4_HIGH : E2M1_HIGH);
         table = _mm512_mask_blend_epi64(0xCC, _mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high));
     }
 
     // Looks up the n-th code of each word, in out[n].
-    INLINE void all_of(__m512i x, __m512i (&out)[4]) const {
+    INLINE void look_up_4_codes(__m512i x, __m512i (&out)[4]) const {
         out[0] = _mm512_permutexvar_epi16(x, table);
         out[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(x, 4), table);
         out[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(x, 8), table);
@@ -53,15 +53,15 @@ struct Nibble {
 
     // Loads pairs of two rows' codes, 64 columns. The four words of a block lie in four lanes, four blocks side by
     // side.
-    INLINE void pairs(const uint8_t* first, const uint8_t* second, __mmask32 inside, __m512i (&out)[4]) const {
+    INLINE void load_value_pairs(const uint8_t* first, const uint8_t* second, __mmask32 inside, __m512i (&out)[4]) const {
         __m512i a = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(inside, first));
         __m512i b = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(inside, second));
-        all_of(_mm512_permutex2var_epi16(a, _mm512_load_si512(NIBBLE_ORDERS.tokens), b), out);
+        look_up_4_codes(_mm512_permutex2var_epi16(a, _mm512_load_si512(NIBBLE_ORDERS.tokens), b), out);
     }
 };
 
 // 64 e4m3 scales → fp32: bytes 4 i to 4 i + 3 of each lane go to the i-th vector.
-INLINE void factors_of(__m512i codes, const Table<E4M3>& table, float* out) {
+INLINE void decode_64_e4m3_scales(__m512i codes, const Table<E4M3>& table, float* out) {
     CodeLookup look = table(codes);
     __m512i zero = _mm512_setzero_si512();
     __m512i low = _mm512_unpacklo_epi8(look.low, look.high), high = _mm512_unpackhi_epi8(look.low, look.high);
@@ -72,18 +72,18 @@ INLINE void factors_of(__m512i codes, const Table<E4M3>& table, float* out) {
 }
 
 // Copies the scales of BLOCKS blocks of a token, 8 bytes; past the row's end they are 0 and not read.
-INLINE void copy_factors(const Rows& rows, int64_t t, int64_t block, int64_t blocks, uint64_t* out) {
+INLINE void load_scales_of_token(const Rows& rows, int64_t t, int64_t block, int64_t blocks, uint64_t* out) {
     const uint8_t* row = rows.of(t < rows.count ? t : rows.count - 1) + block;
     __mmask16 inside = static_cast<__mmask16>(first_bytes(blocks - block) & 0xFF);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_maskz_loadu_epi8(inside, row));
-    rows.ahead->some();
+    rows.ahead->prefetch_line();
 }
 
 // Loads the block scales of a tile's keys, [block, key].
-inline void factors_by_block(const Rows& rows, int64_t block, int64_t blocks, float (&out)[BLOCKS][BLOCK_N]) {
+inline void load_scales_by_block(const Rows& rows, int64_t block, int64_t blocks, float (&out)[BLOCKS][BLOCK_N]) {
     alignas(64) uint64_t raw[BLOCK_N];
-    // In the order that leaves keys in order after `factors_of`.
-    for (int64_t t = 0; t < BLOCK_N; t++) copy_factors(rows, t, block, blocks, raw + t / 4 % 4 * 16 + t / 16 * 4 + t % 4);
+    // In the order that leaves keys in order after `decode_64_e4m3_scales`.
+    for (int64_t t = 0; t < BLOCK_N; t++) load_scales_of_token(rows, t, block, blocks, raw + t / 4 % 4 * 16 + t / 16 * 4 + t % 4);
     __m512i a[8];
     const Table<E4M3> table;
     const __m512i order = _mm512_load_si512(NIBBLE_ORDERS.blocks);
@@ -97,20 +97,20 @@ inline void factors_by_block(const Rows& rows, int64_t block, int64_t blocks, fl
     for (int odd = 0; odd < 2; odd++) {
         __m512i p = _mm512_shuffle_i64x2(a[odd], a[2 + odd], 0x88), q = _mm512_shuffle_i64x2(a[odd], a[2 + odd], 0xDD);
         __m512i r = _mm512_shuffle_i64x2(a[4 + odd], a[6 + odd], 0x88), s = _mm512_shuffle_i64x2(a[4 + odd], a[6 + odd], 0xDD);
-        factors_of(_mm512_shuffle_i64x2(p, r, 0x88), table, out[odd]);
-        factors_of(_mm512_shuffle_i64x2(q, s, 0x88), table, out[2 + odd]);
-        factors_of(_mm512_shuffle_i64x2(p, r, 0xDD), table, out[4 + odd]);
-        factors_of(_mm512_shuffle_i64x2(q, s, 0xDD), table, out[6 + odd]);
+        decode_64_e4m3_scales(_mm512_shuffle_i64x2(p, r, 0x88), table, out[odd]);
+        decode_64_e4m3_scales(_mm512_shuffle_i64x2(q, s, 0x88), table, out[2 + odd]);
+        decode_64_e4m3_scales(_mm512_shuffle_i64x2(p, r, 0xDD), table, out[4 + odd]);
+        decode_64_e4m3_scales(_mm512_shuffle_i64x2(q, s, 0xDD), table, out[6 + odd]);
     }
 }
 
 // Transposes rows of 16 keys from byte `byte` on, four bytes per key and vector; past a row's end 0 and not read.
-inline void transpose_keys(const Rows& rows, int64_t t, int64_t byte, __mmask64 inside, uint32_t (&out)[16][BLOCK_N]) {
+inline void load_and_transpose_16_keys(const Rows& rows, int64_t t, int64_t byte, __mmask64 inside, uint32_t (&out)[16][BLOCK_N]) {
     __m512i a[16], b[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) {
         a[i] = _mm512_maskz_loadu_epi8(inside, rows.of(t + i < rows.count ? t + i : rows.count - 1) + byte);
-        rows.ahead->some();
+        rows.ahead->prefetch_line();
     }
 #pragma GCC unroll 8
     for (int i = 0; i < 16; i += 2) {
@@ -135,7 +135,7 @@ inline void transpose_keys(const Rows& rows, int64_t t, int64_t byte, __mmask64 
 
 // QK of 16 × VECTORS keys over up to 128 columns; `add` accumulates.
 template <int64_t DTYPE, int ROWS, int VECTORS>
-INLINE void multiply_nibbles(const Nibble<DTYPE>& nibble, const uint32_t* words, const float* scales, int64_t count,
+INLINE void accumulate_qk_4_bit(const Nibble<DTYPE>& nibble, const uint32_t* words, const float* scales, int64_t count,
                              const uint32_t* queries, int64_t stride, bool add, float* out) {
     __m512 total[ROWS][VECTORS];
 #pragma GCC unroll 8
@@ -151,7 +151,7 @@ INLINE void multiply_nibbles(const Nibble<DTYPE>& nibble, const uint32_t* words,
         for (int half = 0; half < 2; half++) {
             __m512i x[VECTORS][4];
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) nibble.all_of(_mm512_loadu_si512(words + half * BLOCK_N + v * W), x[v]);
+            for (int v = 0; v < VECTORS; v++) nibble.look_up_4_codes(_mm512_loadu_si512(words + half * BLOCK_N + v * W), x[v]);
 #pragma GCC unroll 4
             for (int n = 0; n < 4; n++)
 #pragma GCC unroll 8
@@ -174,18 +174,18 @@ INLINE void multiply_nibbles(const Nibble<DTYPE>& nibble, const uint32_t* words,
 
 // QK: scores of a tile for queries [ROWS, columns]; past the tile's end the last key is repeated.
 template <int64_t DTYPE, int ROWS>
-void nibble_scores(const Rows& rows, const Rows& scales, int64_t columns, const uint32_t* queries, float* out) {
+void compute_scores_4_bit(const Rows& rows, const Rows& scales, int64_t columns, const uint32_t* queries, float* out) {
     constexpr int VECTORS = ROWS <= 2 ? 4 : 8 / ROWS;
     alignas(64) uint32_t words[16][BLOCK_N];
     alignas(64) float by_block[BLOCKS][BLOCK_N];
     const Nibble<DTYPE> nibble;
     int64_t units = round_up(columns, SPAN) / 2;
     for (int64_t c = 0; c < columns; c += 2 * SPAN) {
-        if (DTYPE == E2M1) factors_by_block(scales, c / 16, columns / 16, by_block);
+        if (DTYPE == E2M1) load_scales_by_block(scales, c / 16, columns / 16, by_block);
         int64_t remaining = columns - c < 2 * SPAN ? columns - c : 2 * SPAN;
         for (int64_t t = 0; t < rows.count; t += VECTORS * W) {
-            for (int64_t v = 0; v < VECTORS; v++) transpose_keys(rows, t + v * W, c / 2, first_bytes(remaining / 2), words);
-            multiply_nibbles<DTYPE, ROWS, VECTORS>(nibble, words[0] + t, by_block[0] + t, (remaining + 7) / 8, queries + c / 2, units,
+            for (int64_t v = 0; v < VECTORS; v++) load_and_transpose_16_keys(rows, t + v * W, c / 2, first_bytes(remaining / 2), words);
+            accumulate_qk_4_bit<DTYPE, ROWS, VECTORS>(nibble, words[0] + t, by_block[0] + t, (remaining + 7) / 8, queries + c / 2, units,
                                                    c > 0, out + t);
         }
     }
@@ -197,21 +197,21 @@ struct BlockScaledP {
     alignas(64) uint32_t units[ROWS][BLOCK_N / 2][BLOCKS];
 
     // Packs scaled P, or with `rest` its rounding error. A masked P stays 0, whatever the scale.
-    void fill(const Rows& rows, int64_t block, int64_t blocks, const float* probabilities, bool rest) {
+    void pack_scaled_p(const Rows& rows, int64_t block, int64_t blocks, const float* probabilities, bool rest) {
         alignas(64) uint64_t raw[BLOCK_N];
         alignas(64) float scales[BLOCK_N / 2][16];  // per pair: one token's and the other's, block by block
         int64_t count = round_up(rows.count, 8);
         const Table<E4M3> table;
-        for (int64_t t = 0; t < count; t++) copy_factors(rows, t, block, blocks, raw + t);
+        for (int64_t t = 0; t < count; t++) load_scales_of_token(rows, t, block, blocks, raw + t);
         for (int64_t t = 0; t < count; t += 8) {
             __m512i codes = _mm512_permutexvar_epi8(_mm512_load_si512(NIBBLE_ORDERS.pairs), _mm512_load_si512(raw + t));
-            factors_of(codes, table, scales[t / 2]);
+            decode_64_e4m3_scales(codes, table, scales[t / 2]);
         }
         auto packed_p = [&](const float* p, int64_t pair) {
             __m512 x = _mm512_castpd_ps(_mm512_set1_pd(load<double>(p + 2 * pair)));
             __mmask16 seen = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_UQ);
             x = _mm512_maskz_mul_ps(seen, x, _mm512_load_ps(scales[pair]));
-            return rest ? (__m512)((VecF)x - rounded((VecF)x)) : x;
+            return rest ? (__m512)((VecF)x - round_to_bf16((VecF)x)) : x;
         };
         for (int r = 0; r < ROWS; r++)
             for (int64_t i = 0; i < count / 2; i += 2) {
@@ -220,8 +220,8 @@ struct BlockScaledP {
             }
     }
 
-    // Returns scaled P in the lane order of `Nibble::pairs`, from column c on.
-    INLINE __m512i at(int r, int64_t pair, int64_t c) const {
+    // Returns scaled P in the lane order of `Nibble::load_value_pairs`, from column c on.
+    INLINE __m512i scaled_p_at(int r, int64_t pair, int64_t c) const {
         const void* from = units[r][pair] + c / 16 % BLOCKS;
         return _mm512_broadcast_i32x4(_mm_load_si128(static_cast<const __m128i*>(from)));
     }

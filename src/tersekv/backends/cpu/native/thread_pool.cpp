@@ -114,7 +114,7 @@ void make_key() { pthread_key_create(&memory_key, release); }
 
 }  // namespace
 
-void parallel(int64_t items, int64_t worth, int64_t threads, Work work, void* context) {
+void parallel_for(int64_t items, int64_t worth, int64_t threads, Work work, void* context) {
     Job job{work, context, items, 0, 0, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER};
     int64_t helpers = (worth < items ? worth : items) - 1;
     // If another call has the workers, the caller works alone: OpenMP would create another team for it.

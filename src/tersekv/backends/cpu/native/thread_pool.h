@@ -9,13 +9,13 @@ using Work = void (*)(void* context, int64_t item);
 // Runs work(context, 0) … work(context, items - 1). The caller works alone if `worth` is at most one thread, or if
 // another call has the threads; else with all `threads` of a team, or with up to `worth` threads of this library, which
 // wait for work without spinning.
-void parallel(int64_t items, int64_t worth, int64_t threads, Work work, void* context);
+void parallel_for(int64_t items, int64_t worth, int64_t threads, Work work, void* context);
 
 // Runs a function on an OpenMP team of `threads` threads: GOMP_parallel of GNU's runtime, which LLVM's and Intel's have
 // too. PyTorch's threads spin for a while after its own calls, and would compete with other threads for the cores.
 using Team = void (*)(void (*function)(void*), void* context, unsigned threads, unsigned flags);
 
-// Sets the team that `parallel` uses; null: its own threads. A forked child keeps its own: it has no team.
+// Sets the team that `parallel_for` uses; null: its own threads. A forked child keeps its own: it has no team.
 void use_team(Team team);
 bool has_team();
 

@@ -13,21 +13,21 @@ constexpr int BLOCK_N = 64;  // keys
 
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// Prefetches rows of the next tile: `some` fetches the next cache line, interleaved with other work. In memory order,
+// Prefetches rows of the next tile: `prefetch_line` fetches the next cache line, interleaved with other work. In memory order,
 // all heads of a token together, since DRAM delivers neighbours at twice the rate.
 struct RowPrefetcher {
     const char* base;
     const int64_t* offset;  // per row
     int64_t row, rows, byte, bytes;
     // NOTE: without inlining, a call would spill every vector register.
-    __attribute__((always_inline)) void some() {
+    __attribute__((always_inline)) void prefetch_line() {
         if (row >= rows) return;
         __builtin_prefetch(base + offset[row] + byte, 0, 2);
         byte += 64;
         if (byte >= bytes) byte = 0, row++;
     }
-    void rest() {
-        while (row < rows) some();
+    void prefetch_remaining_lines() {
+        while (row < rows) prefetch_line();
     }
 };
 
@@ -44,7 +44,7 @@ constexpr bool is_4_bit(int64_t dtype) { return dtype == E2M1 || dtype == INT4; 
 
 constexpr int bits_of(int64_t dtype) { return is_4_bit(dtype) ? 4 : dtype == BF16 || dtype == F16 ? 16 : 8; }
 
-inline float decode_one(int64_t dtype, const uint8_t* p, int64_t i) {
+inline float decode_element(int64_t dtype, const uint8_t* p, int64_t i) {
     switch (dtype) {
         case BF16: return from_bf16(load<uint16_t>(p + 2 * i));
         case F16: return from_f16(load<uint16_t>(p + 2 * i));
@@ -75,7 +75,7 @@ inline VecF decode(__m256i raw) {
     // The bits of fp16 numbers 2^8 too small; what would be 480 is NaN.
     __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7), _mm256_set1_epi16(~0x4000));
     VecF x = (VecF)_mm512_cvtph_ps(half) * 256.0f;
-    return (VecF)((VecI)x & 0x7FFFFFFF) == 480.0f ? all(__builtin_nanf("")) : x;
+    return (VecF)((VecI)x & 0x7FFFFFFF) == 480.0f ? broadcast(__builtin_nanf("")) : x;
 }
 
 // W codes from column c on; past the row's end they are 0 and nothing is read.
@@ -107,7 +107,7 @@ inline VecF decode(const uint8_t* p) {
     // The bits of fp16 numbers 2^8 too small; what would be 480 is NaN.
     __m128i half = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7), _mm_set1_epi16(~0x4000));
     VecF x = (VecF)_mm256_cvtph_ps(half) * 256.0f;
-    return (VecF)((VecI)x & 0x7FFFFFFF) == 480.0f ? all(__builtin_nanf("")) : x;
+    return (VecF)((VecI)x & 0x7FFFFFFF) == 480.0f ? broadcast(__builtin_nanf("")) : x;
 }
 
 #else
@@ -115,7 +115,7 @@ inline VecF decode(const uint8_t* p) {
 template <int64_t DTYPE>
 inline VecF decode(const uint8_t* p) {
     VecF x;
-    for (int i = 0; i < W; i++) x[i] = decode_one(DTYPE, p, i);
+    for (int i = 0; i < W; i++) x[i] = decode_element(DTYPE, p, i);
     return x;
 }
 
@@ -143,7 +143,7 @@ void unpack_keys_fp32(const Rows& rows, int64_t columns, uint32_t* out) {
 #pragma GCC unroll 16
             for (int i = 0; i < W; i++) {
                 r[i] = decode_partial<DTYPE>(row[i], c, columns);
-                if (c * bits_of(DTYPE) / 8 % 64 == 0) rows.ahead->some();
+                if (c * bits_of(DTYPE) / 8 % 64 == 0) rows.ahead->prefetch_line();
             }
             transpose(r);
 #pragma GCC unroll 16
@@ -159,7 +159,7 @@ void unpack_values_fp32(const Rows& rows, int64_t columns, uint32_t* out, int64_
         const uint8_t* row = rows.of(t);
         for (int64_t c = 0; c < columns; c += W) {
             store(out + t * stride + c, decode_partial<DTYPE>(row, c, columns));
-            if (c * bits_of(DTYPE) / 8 % 64 == 0) rows.ahead->some();
+            if (c * bits_of(DTYPE) / 8 % 64 == 0) rows.ahead->prefetch_line();
         }
     }
 }
@@ -193,7 +193,7 @@ inline void load_scales(int64_t dtype, const Rows& rows, int64_t count, float* o
         for (int64_t t = 0; t < rows.count; t++) out[t] = load<float>(rows.of(t) + 4 * g);
         for (int64_t t = rows.count; t < round_up(rows.count, W); t++) out[t] = out[rows.count - 1];
     }
-    rows.ahead->rest();
+    rows.ahead->prefetch_remaining_lines();
 }
 
 // Returns the shift of int4 rows, INT4_MIDDLE − zero point: x ≈ (decoded code + shift) × scale.

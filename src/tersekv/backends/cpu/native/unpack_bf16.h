@@ -12,22 +12,22 @@ struct Bytes {
     uint8_t low[128], high[128];
     constexpr Bytes() : low(), high() {
         for (int i = 0; i < 128; i++) {
-            uint32_t half = DTYPE == INT8 ? whole(i) : DTYPE == E5M2 ? small<5, 2>(i) : small<4, 3>(i);
+            uint32_t half = DTYPE == INT8 ? bf16_bits_of_int(i) : DTYPE == E5M2 ? bf16_bits_of_minifloat<5, 2>(i) : bf16_bits_of_minifloat<4, 3>(i);
             low[i] = half & 0xFF;
             high[i] = half >> 8;
         }
     }
-    static constexpr uint32_t whole(int n) {
+    static constexpr uint32_t bf16_bits_of_int(int n) {
         int e = 0;
         while (n >> e > 1) e++;
         return n == 0 ? 0 : (127 + e) << 7 | (n << (7 - e) & 0x7F);
     }
     template <int EXPONENT, int MANTISSA>
-    static constexpr uint32_t small(int code) {
+    static constexpr uint32_t bf16_bits_of_minifloat(int code) {
         int bias = (1 << (EXPONENT - 1)) - 1, e = code >> MANTISSA, m = code & ((1 << MANTISSA) - 1);
         if (EXPONENT == 4 ? code == 127 : e == 31) return 0x7F80 | (EXPONENT == 4 || m ? 0x40 : 0);
         if (e == 0) {
-            uint32_t n = whole(m);
+            uint32_t n = bf16_bits_of_int(m);
             return n == 0 ? 0 : n - ((bias - 1 + MANTISSA) << 7);
         }
         return (e - bias + 127) << 7 | m << (7 - MANTISSA);
@@ -44,7 +44,7 @@ alignas(16) constexpr uint8_t INT4_LOW[16] = {0, 0xE0, 0xC0, 0xA0, 0x80, 0x40, 0
 alignas(16) constexpr uint8_t INT4_HIGH[16] = {0xC1, 0xC0, 0xC0, 0xC0, 0xC0, 0xC0, 0xC0, 0xBF,
                                                0,    0x3F, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40};
 
-inline __m512i in_each_lane(const uint8_t (&bytes)[16]) {
+inline __m512i broadcast_16_bytes(const uint8_t (&bytes)[16]) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
 }
 
@@ -72,8 +72,8 @@ struct Table {
 
 template <int64_t DTYPE>
 inline CodeLookup lookup_codes(__m512i codes) {
-    return {_mm512_shuffle_epi8(in_each_lane(DTYPE == INT4 ? INT4_LOW : E2M1_LOW), codes),
-            _mm512_shuffle_epi8(in_each_lane(DTYPE == INT4 ? INT4_HIGH : E2M1_HIGH), codes)};
+    return {_mm512_shuffle_epi8(broadcast_16_bytes(DTYPE == INT4 ? INT4_LOW : E2M1_LOW), codes),
+            _mm512_shuffle_epi8(broadcast_16_bytes(DTYPE == INT4 ? INT4_HIGH : E2M1_HIGH), codes)};
 }
 
 struct Nibbles {
@@ -86,7 +86,7 @@ struct Nibbles {
 };
 
 // Loads up to 64 bytes of a row from byte i on; past its end they are 0 and not read.
-inline __m512i some(const uint8_t* row, int64_t i, int64_t bytes) {
+inline __m512i load_up_to_64_bytes(const uint8_t* row, int64_t i, int64_t bytes) {
     int64_t remaining = bytes - i;
     return remaining >= 64 ? _mm512_loadu_si512(row + i) : _mm512_maskz_loadu_epi8((1ull << remaining) - 1, row + i);
 }
@@ -97,15 +97,15 @@ alignas(16) constexpr uint8_t BY_BYTE[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10,
 
 // Stores the bf16 pairs of one 4-byte word of 16 tokens, for the columns that it holds.
 template <int64_t DTYPE>
-inline void key_units(__m512i x, const Table<DTYPE>& table, uint32_t* out) {
-    CodeLookup look = table(_mm512_shuffle_epi8(x, in_each_lane(BY_TWO_BYTES)));
+inline void store_key_pairs(__m512i x, const Table<DTYPE>& table, uint32_t* out) {
+    CodeLookup look = table(_mm512_shuffle_epi8(x, broadcast_16_bytes(BY_TWO_BYTES)));
     _mm512_storeu_si512(out, _mm512_unpacklo_epi8(look.low, look.high));
     _mm512_storeu_si512(out + BLOCK_N, _mm512_unpackhi_epi8(look.low, look.high));
 }
 
 template <int64_t DTYPE>
-inline void key_units_of_nibbles(__m512i x, uint32_t* out) {
-    Nibbles codes(_mm512_shuffle_epi8(x, in_each_lane(BY_BYTE)));
+inline void store_key_pairs_4_bit(__m512i x, uint32_t* out) {
+    Nibbles codes(_mm512_shuffle_epi8(x, broadcast_16_bytes(BY_BYTE)));
     CodeLookup even = lookup_codes<DTYPE>(codes.even), odd = lookup_codes<DTYPE>(codes.odd);
     __m512i e = _mm512_unpacklo_epi8(even.low, even.high), o = _mm512_unpacklo_epi8(odd.low, odd.high);
     _mm512_storeu_si512(out, _mm512_unpacklo_epi16(e, o));
@@ -125,8 +125,8 @@ void unpack_keys_bf16(const Rows& rows, int64_t columns, uint32_t* out) {
             VecF r[16];
 #pragma GCC unroll 16
             for (int j = 0; j < 16; j++) {
-                r[j] = (VecF)some(rows.of(t + j < rows.count ? t + j : rows.count - 1), i, bytes);
-                rows.ahead->some();
+                r[j] = (VecF)load_up_to_64_bytes(rows.of(t + j < rows.count ? t + j : rows.count - 1), i, bytes);
+                rows.ahead->prefetch_line();
             }
             transpose(r);
 #pragma GCC unroll 16
@@ -134,8 +134,8 @@ void unpack_keys_bf16(const Rows& rows, int64_t columns, uint32_t* out) {
                 if (i + 4 * j >= bytes) break;
                 uint32_t* to = out + (i / 4 + j) * UNITS * BLOCK_N + t;
                 if constexpr (DTYPE == BF16) _mm512_storeu_si512(to, (__m512i)r[j]);
-                else if constexpr (is_4_bit(DTYPE)) key_units_of_nibbles<DTYPE>((__m512i)r[j], to);
-                else key_units<DTYPE>((__m512i)r[j], table, to);
+                else if constexpr (is_4_bit(DTYPE)) store_key_pairs_4_bit<DTYPE>((__m512i)r[j], to);
+                else store_key_pairs<DTYPE>((__m512i)r[j], table, to);
             }
         }
     }
@@ -157,34 +157,34 @@ struct Orders {
 };
 alignas(64) constexpr Orders ORDERS;
 
-inline void write_row(__m512i x, uint32_t* out, int64_t c, int64_t columns) {
+inline void store_inside_row(__m512i x, uint32_t* out, int64_t c, int64_t columns) {
     if (c < columns) _mm512_storeu_si512(out + c, x);
 }
 
 template <int64_t DTYPE>
-inline void value_units(__m512i a, __m512i b, const Table<DTYPE>& table, uint32_t* out, int64_t c, int64_t columns) {
+inline void store_value_pairs(__m512i a, __m512i b, const Table<DTYPE>& table, uint32_t* out, int64_t c, int64_t columns) {
     __m512i order = _mm512_loadu_si512(ORDERS.bytes);
     a = _mm512_permutexvar_epi8(order, a), b = _mm512_permutexvar_epi8(order, b);
     CodeLookup first = table(_mm512_unpacklo_epi8(a, b)), second = table(_mm512_unpackhi_epi8(a, b));
-    write_row(_mm512_unpacklo_epi8(first.low, first.high), out, c, columns);
-    write_row(_mm512_unpackhi_epi8(first.low, first.high), out, c + 16, columns);
-    write_row(_mm512_unpacklo_epi8(second.low, second.high), out, c + 32, columns);
-    write_row(_mm512_unpackhi_epi8(second.low, second.high), out, c + 48, columns);
+    store_inside_row(_mm512_unpacklo_epi8(first.low, first.high), out, c, columns);
+    store_inside_row(_mm512_unpackhi_epi8(first.low, first.high), out, c + 16, columns);
+    store_inside_row(_mm512_unpacklo_epi8(second.low, second.high), out, c + 32, columns);
+    store_inside_row(_mm512_unpackhi_epi8(second.low, second.high), out, c + 48, columns);
 }
 
 template <int64_t DTYPE>
-inline void value_units_of_nibbles(__m512i a, __m512i b, uint32_t* out, int64_t c, int64_t columns) {
+inline void store_value_pairs_4_bit(__m512i a, __m512i b, uint32_t* out, int64_t c, int64_t columns) {
     __m512i order = _mm512_loadu_si512(ORDERS.is_4_bit);
     Nibbles x(_mm512_permutexvar_epi8(order, a)), y(_mm512_permutexvar_epi8(order, b));
     for (int half = 0; half < 2; half++, c += 64) {
         CodeLookup p = lookup_codes<DTYPE>(half ? _mm512_unpackhi_epi8(x.even, x.odd) : _mm512_unpacklo_epi8(x.even, x.odd));
         CodeLookup q = lookup_codes<DTYPE>(half ? _mm512_unpackhi_epi8(y.even, y.odd) : _mm512_unpacklo_epi8(y.even, y.odd));
         __m512i v = _mm512_unpacklo_epi8(p.low, p.high), w = _mm512_unpacklo_epi8(q.low, q.high);
-        write_row(_mm512_unpacklo_epi16(v, w), out, c, columns);
-        write_row(_mm512_unpackhi_epi16(v, w), out, c + 16, columns);
+        store_inside_row(_mm512_unpacklo_epi16(v, w), out, c, columns);
+        store_inside_row(_mm512_unpackhi_epi16(v, w), out, c + 16, columns);
         v = _mm512_unpackhi_epi8(p.low, p.high), w = _mm512_unpackhi_epi8(q.low, q.high);
-        write_row(_mm512_unpacklo_epi16(v, w), out, c + 32, columns);
-        write_row(_mm512_unpackhi_epi16(v, w), out, c + 48, columns);
+        store_inside_row(_mm512_unpacklo_epi16(v, w), out, c + 32, columns);
+        store_inside_row(_mm512_unpackhi_epi16(v, w), out, c + 48, columns);
     }
 }
 
@@ -196,16 +196,16 @@ void unpack_values_bf16(const Rows& rows, int64_t columns, uint32_t* out, int64_
         const uint8_t* first = rows.of(t);
         const uint8_t* second = t + 1 < rows.count ? rows.of(t + 1) : nullptr;
         for (int64_t i = 0; i < bytes; i += 64) {
-            __m512i a = some(first, i, bytes), b = second ? some(second, i, bytes) : _mm512_setzero_si512();
-            rows.ahead->some(), rows.ahead->some();
+            __m512i a = load_up_to_64_bytes(first, i, bytes), b = second ? load_up_to_64_bytes(second, i, bytes) : _mm512_setzero_si512();
+            rows.ahead->prefetch_line(), rows.ahead->prefetch_line();
             int64_t c = i * 8 / bits_of(DTYPE);
             if constexpr (DTYPE == BF16) {
-                write_row(_mm512_permutex2var_epi16(a, _mm512_loadu_si512(ORDERS.halves[0]), b), out, c, columns);
-                write_row(_mm512_permutex2var_epi16(a, _mm512_loadu_si512(ORDERS.halves[1]), b), out, c + 16, columns);
+                store_inside_row(_mm512_permutex2var_epi16(a, _mm512_loadu_si512(ORDERS.halves[0]), b), out, c, columns);
+                store_inside_row(_mm512_permutex2var_epi16(a, _mm512_loadu_si512(ORDERS.halves[1]), b), out, c + 16, columns);
             } else if constexpr (is_4_bit(DTYPE)) {
-                value_units_of_nibbles<DTYPE>(a, b, out, c, columns);
+                store_value_pairs_4_bit<DTYPE>(a, b, out, c, columns);
             } else {
-                value_units<DTYPE>(a, b, table, out, c, columns);
+                store_value_pairs<DTYPE>(a, b, table, out, c, columns);
             }
         }
     }

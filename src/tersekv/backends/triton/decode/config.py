@@ -51,7 +51,7 @@ def choose_tile_config(f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
     # NOTE: Triton 3.6 does not compile one warp with lists of keys and block scales.
     fits_one_warp = width <= 256 and not (listed and BLOCK in (x.scale for x in pair_of(f)))
     if four_bits and block_m == 16 and fits_one_warp and (launch.has_ptx(f) or launch.interpreting()):
-        return _one_warp(f, group)
+        return _one_warp_tile_config(f, group)
     if fmt.storage.itemsize == 2 or fmt != pair_of(f)[1]:
         t = _TILES_16_BIT
     elif fmt.values_per_element > 1:
@@ -76,10 +76,10 @@ def choose_tile_config(f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
         )
     if width > 128:
         t = t._replace(block_n=32, num_stages=2, num_warps=4 if block_m <= 16 else 8)
-    return _shrink_to_fit(t, f, fmt)
+    return _shrink_to_fit_shared_memory(t, f, fmt)
 
 
-def _one_warp(f: SimpleNamespace, group: int) -> TileConfig:
+def _one_warp_tile_config(f: SimpleNamespace, group: int) -> TileConfig:
     """Returns the tiles of a program of one warp: as many programs per SM as its shared memory holds."""
     k, v = pair_of(f)
     t = _ONE_WARP_BLOCK_SCALES if BLOCK in (k.scale, v.scale) else _ONE_WARP
@@ -91,11 +91,11 @@ def _one_warp(f: SimpleNamespace, group: int) -> TileConfig:
         x.code_bytes(launch.next_power_of_2(n)) for x, n in ((k, f.q.shape[2]), (v, f.out.shape[2]))
     )
     scratch = 4096 + t.block_n * launch.next_power_of_2(width) * 2
-    programs = launch.shared_memory(f) // (t.num_stages * stage + scratch)
+    programs = launch.shared_memory_bytes_per_cta(f) // (t.num_stages * stage + scratch)
     return t._replace(programs_per_sm=max(1, min(t.programs_per_sm, programs)))
 
 
-def _shrink_to_fit(t: TileConfig, f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
+def _shrink_to_fit_shared_memory(t: TileConfig, f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
     """Reduces stages, then BLOCK_N, then BLOCK_M, until the buffers fit the shared memory of one program."""
     while not _fits_shared_memory(t, f, fmt, pair_of(f)[1]):
         if t.blocks_per_step > 1:
@@ -114,7 +114,7 @@ def _shrink_to_fit(t: TileConfig, f: SimpleNamespace, fmt: KVFormat) -> TileConf
 def _fits_shared_memory(t: TileConfig, f: SimpleNamespace, fmt: KVFormat, v_fmt: KVFormat) -> bool:
     d, dv = f.q.shape[2], f.out.shape[2]
     ring = t.num_stages * t.blocks_per_step * t.block_n * (fmt.code_bytes(d) + v_fmt.code_bytes(dv))
-    if ring > launch.shared_memory(f) - 8192:  # P and what the compiler adds
+    if ring > launch.shared_memory_bytes_per_cta(f) - 8192:  # P and what the compiler adds
         return False
     # Measured of the compiler with many wide rows, for sm_80, 90 and 120: queries (two terms, where used), all stages
     # but one, and one dequantized tile; two where a value has less than a byte.
@@ -126,4 +126,4 @@ def _fits_shared_memory(t: TileConfig, f: SimpleNamespace, fmt: KVFormat, v_fmt:
     )
     sizes = (n * 2 * (2 if x.values_per_element > 1 else 1) for n, x in ((d, fmt), (dv, v_fmt)))
     converted = t.blocks_per_step * t.block_n * max(sizes)
-    return queries + (t.num_stages - 1) * stage + converted + 4096 <= launch.shared_memory(f)
+    return queries + (t.num_stages - 1) * stage + converted + 4096 <= launch.shared_memory_bytes_per_cta(f)

@@ -16,7 +16,7 @@ from ...host.attention_launches import (
     attention_constants,
     attention_launches,
     kernel_choice_facts,
-    min_split_blocks,
+    min_split_key_blocks,
     output_and_workspace_args,
     split_and_combine_launches,
     split_pass_args,
@@ -32,7 +32,7 @@ from ...host.bind import (
     tensor_args,
 )
 from ...host.kernel_config import KernelConfig
-from ...host.key_lists import NO_LISTS, KeyListConfig, key_list_args, key_list_config, rows_as_requests
+from ...host.key_lists import NO_LISTS, KeyListConfig, facts_with_rows_as_requests, key_list_args, key_list_config
 from ..parts.combine import combine_batch_invariant_kernel, combine_kernel
 from ..parts.kv_cache_args import (
     StoredRowFormat,
@@ -127,9 +127,9 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> Config:
     lists, list_args = key_list_config(f), key_list_args(f, 0)
-    f = rows_as_requests(f, f.k_cache.shape[1])
+    f = facts_with_rows_as_requests(f, f.k_cache.shape[1])
     t = choose_tile_config(kernel_choice_facts(f), pair_of(f)[0])
-    caches = _descriptor_args(f, t)
+    caches = _kv_host_descriptor_args(f, t)
     cfg = replace(kernel_constants(f, t, bool(caches)), LIST=lists)
     options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.num_stages}
     if launch.has_ptx(f):
@@ -164,10 +164,10 @@ def configure(f: SimpleNamespace) -> Config:
 
 
 def kernel_constants(f: SimpleNamespace, t: TileConfig, tma: bool) -> Constants:
-    return Constants(**format_constants(f), **_tile_constants(f, t, tma), **_feature_constants(f))
+    return Constants(**format_constants(f), **_shape_tile_and_split_constants(f, t, tma), **_feature_constants(f))
 
 
-def _tile_constants(f: SimpleNamespace, t: TileConfig, tma: bool) -> dict[str, Any]:
+def _shape_tile_and_split_constants(f: SimpleNamespace, t: TileConfig, tma: bool) -> dict[str, Any]:
     page, heads, pack, columns = f.k_cache.shape[1], f.k_cache.shape[2], pack_factor(pair_of(f)[1]), column_constants(f)
     return {
         **columns,
@@ -192,8 +192,10 @@ def _tile_constants(f: SimpleNamespace, t: TileConfig, tma: bool) -> dict[str, A
         "PARTIAL_COLUMNS": pack * columns["BLOCK_DV"] + 2,
         "COMBINE_SPLITS": 16,
         "COMBINE_COLUMNS": pack * columns["BLOCK_DV"],
-        "SPLIT_BLOCKS": min_split_blocks(f, t.block_n),
-        "INT64_OFFSETS": launch.exceeds_int32(f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache),
+        "SPLIT_BLOCKS": min_split_key_blocks(f, t.block_n),
+        "INT64_OFFSETS": launch.offsets_within_page_exceed_int32(
+            f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache
+        ),
     }
 
 
@@ -210,7 +212,7 @@ def _stride_args(f: SimpleNamespace) -> dict[str, int]:
     return found | {"stride_mask_t": f.mask.stride[0] if f.mask is not None else 0}
 
 
-def _descriptor_args(f: SimpleNamespace, t: TileConfig) -> dict[str, TensorMapArg]:
+def _kv_host_descriptor_args(f: SimpleNamespace, t: TileConfig) -> dict[str, TensorMapArg]:
     """Returns K and V as tensor descriptors of 16-bit words where each is a matrix; else nothing (pointers)."""
     if f.indices is not None or not t.use_tma or f.k_cache.shape[1] % t.block_n or not launch.has_tma(f):
         return {}
@@ -219,12 +221,13 @@ def _descriptor_args(f: SimpleNamespace, t: TileConfig) -> dict[str, TensorMapAr
     for argument, name, x, fmt in sides:
         pack = pack_factor(fmt)
         words = x.shape[2] // pack
-        matrix = _as_matrix(getattr(f, name), words)
+        matrix = _cache_as_matrix_of_16bit_words(getattr(f, name), words)
         if matrix is None:
             return {}
         block = max(16, launch.next_power_of_2(words))
         found[argument] = TensorMapArg(
-            name, partial(_make_descriptor, matrix=matrix, pack=pack, block_n=t.block_n, block=block)
+            name,
+            partial(_host_descriptor_of_16bit_words, matrix=matrix, pack=pack, block_n=t.block_n, block_words=block),
         )
     return found
 
@@ -239,7 +242,7 @@ def _rows_per_head(x: Any) -> int:
     return x.stride[2] // x.stride[1] if x.stride[2] >= x.stride[1] else 0
 
 
-def _as_matrix(x: Any, words: int) -> tuple[int, int, int] | None:
+def _cache_as_matrix_of_16bit_words(x: Any, words: int) -> tuple[int, int, int] | None:
     """Returns a cache as one matrix of slots, in 16-bit words: (rows, row pitch, columns); None where strides do not
     allow it.
 
@@ -261,10 +264,10 @@ def _as_matrix(x: Any, words: int) -> tuple[int, int, int] | None:
     return (rows, s_s, width) if width <= s_s and rows < 2**31 else None
 
 
-def _make_descriptor(
-    x: torch.Tensor, matrix: tuple[int, int, int], pack: int, block_n: int, block: int
+def _host_descriptor_of_16bit_words(
+    cache: torch.Tensor, matrix: tuple[int, int, int], pack: int, block_n: int, block_words: int
 ) -> TensorDescriptor:
     rows, pitch, columns = matrix
-    words = x.view(torch.int16) if pack > 1 else x
+    words = cache.view(torch.int16) if pack > 1 else cache
     base = words if launch.interpreting() else launch.RawAddress(words)
-    return TensorDescriptor(base, [rows, columns], [pitch, 1], [block_n, block])
+    return TensorDescriptor(base, [rows, columns], [pitch, 1], [block_n, block_words])

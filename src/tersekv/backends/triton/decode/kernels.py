@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..parts.combine import LOG2E, cast_output, finalize_softmax, load_scale
-from ..parts.key_lists import find_keys
+from ..parts.key_lists import page_table_row_or_key_list
 from ..parts.tile_scheduler import (
     METADATA_FIELDS,
     blocks_per_split,
@@ -18,8 +18,8 @@ from ..parts.tile_scheduler import (
     first_work_tile_index,
     load_request_shape,
     split_metadata_ptr,
+    store_empty_output_of_padding_rows,
     token_and_head_of_q_rows,
-    zero_padding_rows,
 )  # fmt: skip
 from .mainloop import load_query_tiles, mainloop, unrotate_acc
 
@@ -55,7 +55,7 @@ def decode_kernel(
     if cfg.SPLIT_BLOCKS == 0:
         tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS, 0)
     if cfg.VARLEN_Q:
-        zero_padding_rows(
+        store_empty_output_of_padding_rows(
             OUT, LSE, tl.load(CU_SEQLENS_Q + B).to(tl.int32), T, i_program, num_programs, stride_out_t, stride_out_h,
             stride_lse_t, stride_lse_h, cfg,
         )  # fmt: skip
@@ -96,7 +96,8 @@ def decode_kernel(
             )  # fmt: skip
             # Main loop
             row_max, row_sum, acc_o = mainloop(
-                K, V, K_SCALES, V_SCALES, find_keys(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg), MASK,
+                K, V, K_SCALES, V_SCALES, page_table_row_or_key_list(PAGE_TABLE, stride_table_b, i_request, h, lists,
+                cfg), MASK,
                 q, scale * q_scale, softcap,
                 request.first_n_block + n_block_begin, request.first_n_block + n_block_end, request.num_keys,
                 request.num_q_rows, m_block * cfg.BLOCK_M, request.q_begin, h,

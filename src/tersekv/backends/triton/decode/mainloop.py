@@ -14,7 +14,7 @@ from ..parts.dequant import (
     tile_scale,
 )
 from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
-from ..parts.key_lists import keys_in_range, load_keys, row_offsets
+from ..parts.key_lists import keys_in_range_or_visible, load_page_ids_or_listed_keys, row_offsets
 from ..parts.softcap import apply_softcap
 
 # Rotation and query.
@@ -90,11 +90,11 @@ def load_query_tiles(Q, tokens, heads, m_row, stride_q_t, stride_q_h, rotation, 
 
 
 @triton.jit
-def load_keys_unrolled(keys, n_block, num_keys, UNROLL: tl.constexpr, cfg: tl.constexpr):
+def load_page_ids_or_listed_keys_unrolled(key_source, n_block, num_keys, UNROLL: tl.constexpr, cfg: tl.constexpr):
     """Loads the page ids (or listed keys) of key blocks n_block … n_block + UNROLL − 1."""
     page_ids = ()
     for j in tl.static_range(UNROLL):
-        page_ids = page_ids + (load_keys(keys, n_block + j, num_keys, cfg),)
+        page_ids = page_ids + (load_page_ids_or_listed_keys(key_source, n_block + j, num_keys, cfg),)
     return page_ids
 
 
@@ -165,7 +165,7 @@ def load_kv_scales(
     K_FORMAT: tl.constexpr = cfg.K
     k_scales, v_scales = (), ()
     for j in tl.static_range(UNROLL):
-        m_n = keys_in_range(page_ids[j], n_block + j, num_keys, cfg)
+        m_n = keys_in_range_or_visible(page_ids[j], n_block + j, num_keys, cfg)
         if K_FORMAT.TOKEN_SCALES or K_FORMAT.BLOCK_SCALES:
             k_scales = k_scales + (
                 load_stored_scales(
@@ -215,7 +215,7 @@ def compute_scores(K, k_scales, MASK, q, scale, softcap, page_id, n_block, num_k
     """Returns scores [BLOCK_N, BLOCK_M] of n_block in units of log2. k_scales: stored, one entry per unrolled block."""
     K_FORMAT: tl.constexpr = cfg.K
     PACK: tl.constexpr = K_FORMAT.PACK
-    m_n = keys_in_range(page_id, n_block, num_keys, cfg)
+    m_n = keys_in_range_or_visible(page_id, n_block, num_keys, cfg)
     # QK
     k = load_kv_block(K, page_id, n_block, m_n, stride_k_p, stride_k_s, stride_k_h, h, cfg.BLOCK_D, cfg.PACKED_K,
                       cfg.K_ROWS_PER_PAGE, cfg.K_ROWS_PER_HEAD, K_FORMAT.STRIDE_UNIT, MASKED, cfg)  # fmt: skip
@@ -259,7 +259,7 @@ def load_v_blocks(
     """Loads packed V of key blocks n_block … n_block + UNROLL − 1."""
     v = ()
     for j in tl.static_range(UNROLL):
-        m_n = keys_in_range(page_ids[j], n_block + j, num_keys, cfg)
+        m_n = keys_in_range_or_visible(page_ids[j], n_block + j, num_keys, cfg)
         v = v + (load_kv_block(V, page_ids[j], n_block + j, m_n, stride_v_p, stride_v_s, stride_v_h, h, cfg.BLOCK_DV,
                                cfg.PACKED_V, cfg.V_ROWS_PER_PAGE, cfg.V_ROWS_PER_HEAD, cfg.STRIDE_UNIT, MASKED, cfg),
                  )  # fmt: skip
@@ -363,7 +363,7 @@ def softmax_and_pv_step(V, prefetched_v, v_scales, s, inv_v_scales, row_max, row
 
 
 @triton.jit
-def mainloop(K, V, K_SCALES, V_SCALES, keys, MASK, q, scale, softcap, n_block_begin, n_block_end, num_keys,
+def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, scale, softcap, n_block_begin, n_block_end, num_keys,
              num_q_rows, row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h,
              stride_k_scales_p, stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s,
              stride_v_scales_h, stride_mask_t, cfg: tl.constexpr):  # fmt: skip
@@ -391,7 +391,7 @@ def mainloop(K, V, K_SCALES, V_SCALES, keys, MASK, q, scale, softcap, n_block_be
     # before, so that no load waits for its own address. NOTE: the pipeline's depth is the launch's num_stages. Passed
     # to this range it would cover these loads too; since the next iteration needs them, Triton would then pipeline
     # nothing, as it does where a value is carried over two iterations.
-    page_ids = load_keys_unrolled(keys, unmasked_begin, num_keys, cfg.UNROLL, cfg)
+    page_ids = load_page_ids_or_listed_keys_unrolled(key_source, unmasked_begin, num_keys, cfg.UNROLL, cfg)
     k_scales, v_scales = load_kv_scales(
         K_SCALES, V_SCALES, page_ids, unmasked_begin, num_keys, h, stride_k_scales_p, stride_k_scales_s,
         stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, cfg.UNROLL, cfg,
@@ -403,7 +403,9 @@ def mainloop(K, V, K_SCALES, V_SCALES, keys, MASK, q, scale, softcap, n_block_be
         )
     # Unmasked key blocks: QK, prefetch of the next scales (and V), online softmax, PV
     for n_block in tl.range(unmasked_begin, unmasked_end, cfg.UNROLL):
-        next_page_ids = load_keys_unrolled(keys, n_block + cfg.UNROLL, num_keys, cfg.UNROLL, cfg)
+        next_page_ids = load_page_ids_or_listed_keys_unrolled(
+            key_source, n_block + cfg.UNROLL, num_keys, cfg.UNROLL, cfg
+        )
         s, inv_v_scales = compute_scores_unrolled(K, k_scales, v_scales, MASK, q, scale, softcap, page_ids, n_block,
                                                   num_keys, num_q_rows, row_begin, q_begin, h, stride_k_p, stride_k_s,
                                                   stride_k_h, stride_mask_t, cfg.UNROLL, LISTED, cfg)  # fmt: skip
@@ -430,7 +432,7 @@ def mainloop(K, V, K_SCALES, V_SCALES, keys, MASK, q, scale, softcap, n_block_be
                 n_block_begin + i,
                 unmasked_end + i - (unmasked_begin - n_block_begin),
             )
-            page_ids_here = load_keys_unrolled(keys, n_block, num_keys, 1, cfg)
+            page_ids_here = load_page_ids_or_listed_keys_unrolled(key_source, n_block, num_keys, 1, cfg)
             k_scales_here, v_scales_here = load_kv_scales(
                 K_SCALES, V_SCALES, page_ids_here, n_block, num_keys, h, stride_k_scales_p, stride_k_scales_s,
                 stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, 1, cfg,

@@ -27,7 +27,7 @@ from ...host.attention_launches import (
     attention_constants,
     attention_launches,
     kernel_choice_facts,
-    min_split_blocks,
+    min_split_key_blocks,
     output_and_workspace_args,
     split_and_combine_launches,
     split_pass_args,
@@ -45,7 +45,14 @@ from ...host.bind import (
     tensor_args,
 )
 from ...host.kernel_config import KernelConfig
-from ...host.key_lists import NO_LISTS, KeyListConfig, extra_set, key_list_args, key_list_config, rows_as_requests
+from ...host.key_lists import (
+    NO_LISTS,
+    KeyListConfig,
+    extra_set,
+    facts_with_rows_as_requests,
+    key_list_args,
+    key_list_config,
+)
 from ..parts.combine import combine_batch_invariant_kernel, combine_kernel
 from ..parts.tile_scheduler import METADATA_FIELDS
 from .config import TileConfig, choose_tile_config
@@ -182,14 +189,14 @@ def configure_set(f: SimpleNamespace) -> Config:
     """Returns the configuration of a call over one set of keys."""
     lists = key_list_config(f)
     list_args = key_list_args(f, f.ckv.shape[1] * (f.ckv.shape[0] if lists.CAUSAL else f.page_table.shape[1]))
-    f, fmt = rows_as_requests(f, f.ckv.shape[1]), latent_format(f.format)
+    f, fmt = facts_with_rows_as_requests(f, f.ckv.shape[1]), latent_format(f.format)
     t = choose_tile_config(kernel_choice_facts(f), fmt)
     heads = f.q_nope.shape[1]
     # Blocks of heads read the same rows side by side; where heads do not fill them, rows form more work tiles.
     blocks = heads // t.block_m if heads and heads % t.block_m == 0 else 1
-    cache_matrices = _cache_matrices(f, t)
+    cache_matrices = _ckv_and_kpe_matrices(f, t)
     cfg = Constants(
-        **_format_constants(f, fmt), **_tile_constants(f, fmt, t, blocks, bool(cache_matrices)),
+        **_format_constants(f, fmt), **_shape_tile_and_split_constants(f, fmt, t, blocks, bool(cache_matrices)),
         **_feature_constants(f), LIST=lists,
     )  # fmt: skip
     options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.num_stages}
@@ -204,7 +211,7 @@ def configure_set(f: SimpleNamespace) -> Config:
     split = (both | query_and_kv_scale_args(f, BYTES if cfg.Q_AS_BYTES else "") | split_pass_args(f)
              | _cache_stride_args(f) | {
         **tensor_args(WORDS, CKV="ckv", KPE="ckv" if cfg.TAIL else "kpe"), "CKV_MAP": None, "KPE_MAP": None,
-        **_descriptor_args(cache_matrices, cfg),
+        **_latent_host_descriptor_args(cache_matrices, cfg),
         **tensor_args(SCALES="ckv_scale_cache"), "max_splits": 0, **list_args,
     })  # fmt: skip
     merge = both | tensor_args(V_SCALE="kv_scale_t") | {"v_scale": f.kv_scale}
@@ -256,7 +263,9 @@ def _format_constants(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
     }
 
 
-def _tile_constants(f: SimpleNamespace, fmt: KVFormat, t: TileConfig, blocks: int, tma: bool) -> dict[str, Any]:
+def _shape_tile_and_split_constants(
+    f: SimpleNamespace, fmt: KVFormat, t: TileConfig, blocks: int, tma: bool
+) -> dict[str, Any]:
     rank, page, pack = fmt.values(f.ckv.shape[2]), f.ckv.shape[1], 2 // fmt.storage.itemsize
     words, words_r = (rank - fmt.tail) // pack, fmt.tail or f.kpe.shape[2] * f.kpe.dtype.itemsize // 2
     block_dv = max(16, launch.next_power_of_2(rank // pack))
@@ -285,8 +294,8 @@ def _tile_constants(f: SimpleNamespace, fmt: KVFormat, t: TileConfig, blocks: in
         "PARTIAL_ROWS": min(t.block_m, f.max_q_len * (f.q_nope.shape[1] // blocks)) if f.batch_invariant else t.block_m,
         "PARTIAL_COLUMNS": pack * block_dv + 2,
         "COMBINE_COLUMNS": pack * block_dv,
-        "SPLIT_BLOCKS": min_split_blocks(f, t.block_n),
-        "INT64_OFFSETS": launch.exceeds_int32(f.ckv, f.kpe, f.ckv_scale_cache),
+        "SPLIT_BLOCKS": min_split_key_blocks(f, t.block_n),
+        "INT64_OFFSETS": launch.offsets_within_page_exceed_int32(f.ckv, f.kpe, f.ckv_scale_cache),
         "CKV_STRIDE_UNIT": common_stride_unit(f.ckv, _packed_strides(f.ckv), 8),
         "KPE_STRIDE_UNIT": common_stride_unit(_rotary_part(f), _packed_strides(_rotary_part(f)), 8),
     }
@@ -317,11 +326,13 @@ def bind(config: Config, at: dict[str, int]) -> BoundLaunches | None:
     return config.launches.bind(at)
 
 
-def _descriptor_args(cache_matrices: tuple[CacheMatrix, ...], cfg: Constants) -> dict[str, TensorMapArg]:
+def _latent_host_descriptor_args(cache_matrices: tuple[CacheMatrix, ...], cfg: Constants) -> dict[str, TensorMapArg]:
     """Returns both parts of a cache as tensor descriptors of 16-bit words; nothing without matrices."""
     matrices = zip(("CKV_MAP", "KPE_MAP"), ("ckv", "kpe"), cache_matrices, (cfg.CHUNK, cfg.BLOCK_PE), strict=False)
     return {
-        argument: TensorMapArg(name, partial(_make_descriptor, matrix=matrix, block_n=cfg.BLOCK_N, block=block))
+        argument: TensorMapArg(
+            name, partial(_host_descriptor_of_16bit_words, matrix=matrix, block_n=cfg.BLOCK_N, block_words=block)
+        )
         for argument, name, matrix, block in matrices
     }
 
@@ -336,17 +347,17 @@ def _packed_strides(x: Any) -> tuple[int, int]:
     return x.stride[0] * x.dtype.itemsize // 2, x.stride[1] * x.dtype.itemsize // 2
 
 
-def _cache_matrices(f: SimpleNamespace, t: TileConfig) -> tuple[CacheMatrix, ...]:
+def _ckv_and_kpe_matrices(f: SimpleNamespace, t: TileConfig) -> tuple[CacheMatrix, ...]:
     """Returns matrices of ckv and kpe; none where a key block spans pages or a part is no matrix."""
     scales = latent_format(f.format).scale
     if f.indices is not None or scales == UE8M0 or not t.use_tma or f.ckv.shape[1] % t.block_n or not launch.has_tma(f):
         return ()
-    found = [_as_matrix(x) for x in ((f.ckv, f.kpe) if f.kpe.shape[2] else (f.ckv,))]
+    found = [_cache_as_matrix_of_16bit_words(x) for x in ((f.ckv, f.kpe) if f.kpe.shape[2] else (f.ckv,))]
     matrices = tuple(x for x in found if x is not None)
     return matrices if len(matrices) == len(found) else ()
 
 
-def _as_matrix(x: Any) -> CacheMatrix | None:
+def _cache_as_matrix_of_16bit_words(x: Any) -> CacheMatrix | None:
     """Returns a part of a latent cache as one matrix of slots, in 16-bit words. Descriptors load 0 past its columns."""
     pages, slots, columns = x.shape
     s_p, s_s = _packed_strides(x)
@@ -357,7 +368,9 @@ def _as_matrix(x: Any) -> CacheMatrix | None:
     return CacheMatrix(rows, s_s, words) if rows < 2**31 else None
 
 
-def _make_descriptor(x: torch.Tensor, matrix: CacheMatrix, block_n: int, block: int) -> TensorDescriptor:
-    words = x.view(torch.int16) if x.element_size() == 1 else x
+def _host_descriptor_of_16bit_words(
+    cache: torch.Tensor, matrix: CacheMatrix, block_n: int, block_words: int
+) -> TensorDescriptor:
+    words = cache.view(torch.int16) if cache.element_size() == 1 else cache
     base = words if launch.interpreting() else launch.RawAddress(words)
-    return TensorDescriptor(base, [matrix.rows, matrix.columns], [matrix.pitch, 1], [block_n, block])
+    return TensorDescriptor(base, [matrix.rows, matrix.columns], [matrix.pitch, 1], [block_n, block_words])

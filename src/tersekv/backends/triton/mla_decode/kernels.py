@@ -16,7 +16,13 @@ import triton.language as tl
 
 from ..parts.combine import LN2, LOG2E, cast_output, finalize_softmax, load_scale
 from ..parts.dequant import dequant_packed, e4m3_bytes_to_fp16
-from ..parts.key_lists import VISIBLE, find_keys, keys_in_range, load_keys, row_offsets
+from ..parts.key_lists import (
+    VISIBLE,
+    keys_in_range_or_visible,
+    load_page_ids_or_listed_keys,
+    page_table_row_or_key_list,
+    row_offsets,
+)
 from ..parts.tile_scheduler import (
     METADATA_FIELDS,
     blocks_per_split,
@@ -26,8 +32,8 @@ from ..parts.tile_scheduler import (
     first_work_tile_index,
     load_request_shape,
     split_metadata_ptr,
+    store_empty_output_of_padding_rows,
     token_and_head_of_q_rows,
-    zero_padding_rows,
 )  # fmt: skip
 
 MIN_SCALE = tl.constexpr(1e-30)  # of a token's V scale: its reciprocal is finite
@@ -47,7 +53,7 @@ def load_packed_block(X, page_ids, n_block, num_keys, stride_page, stride_slot, 
     o_w = FIRST_PACKED + tl.arange(0, BLOCK)
     p_x = X + (row_offsets(page_ids, n_block, stride_page, stride_slot, cfg) * STRIDE_UNIT)[:, None] + o_w[None, :]
     if MASKED:
-        m_n = keys_in_range(page_ids, n_block, num_keys, cfg)
+        m_n = keys_in_range_or_visible(page_ids, n_block, num_keys, cfg)
         if FIRST_PACKED + BLOCK <= PACKED_DIM:
             return tl.load(p_x, mask=m_n[:, None], other=0)
         else:
@@ -126,7 +132,7 @@ def load_group_scales(SCALES, page_ids, n_block, num_keys, stride_scales_p, stri
     CHUNKS: tl.constexpr = cfg.CHUNKS
     group_scales = ()
     if cfg.GROUP_SCALES:
-        m_n = keys_in_range(page_ids, n_block, num_keys, cfg)
+        m_n = keys_in_range_or_visible(page_ids, n_block, num_keys, cfg)
         p_row = SCALES + row_offsets(page_ids, n_block, stride_scales_p, stride_scales_s, cfg)
         for i in tl.static_range(CHUNKS):
             if cfg.EXPONENT_SCALES:
@@ -240,7 +246,8 @@ def accumulate_qk(packed, q, FIRST_PACKED: tl.constexpr, TWO_TERM_Q: tl.constexp
 
 
 @triton.jit
-def compute_scores(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids,
+def compute_scores_and_packed_latents(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, scale, CKV, KPE, CKV_MAP,
+    KPE_MAP, page_ids,
                    n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, PREFETCHED: tl.constexpr,
                    MASKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
     """Returns (unmasked scores of n_block in units of log2 [BLOCK_N, BLOCK_M], its packed codes, its tail or nothing),
@@ -282,7 +289,7 @@ def compute_scores(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, scale, CKV,
 
 
 @triton.jit
-def accumulate_pv(
+def rescale_and_accumulate_pv(
     acc_o, rescale, packed, tail, p, group_ratios, inv_scale, CKV, KPE, page_ids, n_block, num_keys, stride_ckv_p,
     stride_ckv_s, stride_kpe_p, stride_kpe_s, MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
@@ -319,7 +326,7 @@ def accumulate_pv(
 
 
 @triton.jit
-def max_group_scale_and_ratios(group_scales, cfg: tl.constexpr):
+def max_group_scale_reciprocal_and_ratios(group_scales, cfg: tl.constexpr):
     """Returns (each token's largest group scale [BLOCK_N], its reciprocal, the ratios of its group scales to it)."""
     CHUNKS: tl.constexpr = cfg.CHUNKS
     max_scale = tl.full([cfg.BLOCK_N], MIN_SCALE, tl.float32)
@@ -353,7 +360,7 @@ def softmax_and_pv_step(
     group_ratios, inv_scale = (), row_max  # without group scales unused
     if cfg.GROUP_SCALES:
         # The token's largest scale joins the exponent, so that the P that multiplies codes lies in [0, 1].
-        max_scale, inv_scale, group_ratios = max_group_scale_and_ratios(group_scales, cfg)
+        max_scale, inv_scale, group_ratios = max_group_scale_reciprocal_and_ratios(group_scales, cfg)
         s += tl.log2(max_scale)[:, None]
     # Online softmax
     row_max_new = tl.maximum(row_max, tl.max(s, 0))
@@ -369,7 +376,7 @@ def softmax_and_pv_step(
     return (
         row_max_new,
         row_sum,
-        accumulate_pv(
+        rescale_and_accumulate_pv(
             acc_o, rescale, packed, tail, p, group_ratios, inv_scale, CKV, KPE, page_ids, n_block, num_keys,
             stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, MASKED, cfg,
         ),
@@ -377,7 +384,7 @@ def softmax_and_pv_step(
 
 
 @triton.jit
-def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, keys, q_nope, q_pe, scale, n_block_begin, n_block_end, num_keys,
+def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, scale, n_block_begin, n_block_end, num_keys,
              num_q_rows, row_begin, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, stride_scales_p,
              stride_scales_s, cfg: tl.constexpr):  # fmt: skip
     """Returns (row_max, row_sum, CHUNKS * PACK tiles acc_o [CHUNK, BLOCK_M]) over [n_block_begin, n_block_end)."""
@@ -401,7 +408,7 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, keys, q_nope, q_pe, scale, n_bl
         unmasked_end = n_block_end
     # Page ids are loaded one iteration ahead, and stored scales in the middle of the iteration before, so that no
     # load waits for its own address. The depth of the pipeline is the launch's num_stages; see `mainloop` of decode.
-    page_ids = load_keys(keys, n_block_begin, num_keys, cfg)
+    page_ids = load_page_ids_or_listed_keys(key_source, n_block_begin, num_keys, cfg)
     group_scales = load_group_scales(SCALES, page_ids, n_block_begin, num_keys, stride_scales_p, stride_scales_s, cfg)
     prefetched_ckv, k_pe = (), ()
     if cfg.REGISTER_PREFETCH:
@@ -410,9 +417,10 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, keys, q_nope, q_pe, scale, n_bl
         )
     # Unmasked key blocks: QK, prefetch, online softmax, PV
     for n_block in tl.range(n_block_begin, unmasked_end):
-        next_page_ids = load_keys(keys, n_block + 1, num_keys, cfg)
-        s, packed, tail = compute_scores(
-            prefetched_ckv, k_pe, group_scales, q_nope, q_pe, scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids, n_block,
+        next_page_ids = load_page_ids_or_listed_keys(key_source, n_block + 1, num_keys, cfg)
+        s, packed, tail = compute_scores_and_packed_latents(
+            prefetched_ckv, k_pe, group_scales, q_nope, q_pe, scale, CKV,
+        KPE, CKV_MAP, KPE_MAP, page_ids, n_block,
             num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, cfg.REGISTER_PREFETCH,
             cfg.LIST.LENGTH >= 0, cfg,
         )  # fmt: skip
@@ -434,11 +442,11 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, keys, q_nope, q_pe, scale, n_bl
     # Masked key blocks, unpipelined: QK, mask, online softmax, PV
     if cfg.LIST.LENGTH < 0:
         for n_block in tl.range(unmasked_end, n_block_end, num_stages=1):
-            page_ids_here = load_keys(keys, n_block, num_keys, cfg)
+            page_ids_here = load_page_ids_or_listed_keys(key_source, n_block, num_keys, cfg)
             group_scales_here = load_group_scales(
                 SCALES, page_ids_here, n_block, num_keys, stride_scales_p, stride_scales_s, cfg
             )
-            s, packed, tail = compute_scores(
+            s, packed, tail = compute_scores_and_packed_latents(
                 (), (), group_scales_here, q_nope, q_pe, scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids_here,
                 n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, False, True, cfg,
             )  # fmt: skip
@@ -514,7 +522,7 @@ def mla_decode_kernel(
     if cfg.SPLIT_BLOCKS == 0:
         tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS, 0)
     if cfg.VARLEN_Q:
-        zero_padding_rows(
+        store_empty_output_of_padding_rows(
             OUT, LSE, tl.load(CU_SEQLENS_Q + B).to(tl.int32), T, i_program, num_programs, stride_out_t, stride_out_h,
             stride_lse_t, stride_lse_h, cfg,
         )  # fmt: skip
@@ -556,7 +564,7 @@ def mla_decode_kernel(
             # Main loop
             row_max, row_sum, acc_o = mainloop(
                 CKV, KPE, CKV_MAP, KPE_MAP, SCALES,
-                find_keys(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg), q_nope, q_pe,
+                page_table_row_or_key_list(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg), q_nope, q_pe,
                 score_scale * q_scale,
                 n_block_begin, n_block_end, request.num_keys, request.num_q_rows, m_block * cfg.BLOCK_M, stride_ckv_p,
                 stride_ckv_s, stride_kpe_p, stride_kpe_s, stride_scales_p, stride_scales_s, cfg,

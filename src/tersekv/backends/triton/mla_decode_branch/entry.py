@@ -37,7 +37,7 @@ class Config(NamedTuple):
     launches: LaunchSequence | HostAction
 
 
-def sub_op_facts(f: SimpleNamespace) -> SubOpFacts:
+def facts_of_projections_and_decode(f: SimpleNamespace) -> SubOpFacts:
     tokens, heads, dq = f.q.shape
     rank, rope = f.ckv.shape[2], f.kpe.shape[2]
 
@@ -73,7 +73,7 @@ def sub_op_facts(f: SimpleNamespace) -> SubOpFacts:
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return mla_decode.why_not(sub_op_facts(f).decode)
+    return mla_decode.why_not(facts_of_projections_and_decode(f).decode)
 
 
 def configure(
@@ -82,7 +82,7 @@ def configure(
     output_launches: Callable[..., list[KernelLaunch]] | None = None,
 ) -> Config:
     """decode, output_launches: another backend's `mla_decode`, and its launches after the first two"""
-    sub_facts = sub_op_facts(f)
+    sub_facts = facts_of_projections_and_decode(f)
     query_projection, config = (
         mla_project.choose_projection_config(sub_facts.query_projection),
         decode.configure(sub_facts.decode),
@@ -93,7 +93,7 @@ def configure(
         t.with_renamed_tensors(_DECODE_TENSOR_NAMES) for t in config.launches.kernel_launches
     )
     templates = [
-        rope_store_project.make_launch(f, query_projection),
+        rope_store_project.make_rope_store_project_launch(f, query_projection),
         split_launch,
         *((output_launches or combine_then_project_launches)(f, sub_facts, config, combine_launches)),
     ]

@@ -72,7 +72,7 @@ def rope_store_project_kernel(
         )  # fmt: skip
 
 
-def make_launch(f: SimpleNamespace, projection: ProjectionConfig) -> KernelLaunch:
+def make_rope_store_project_launch(f: SimpleNamespace, projection: ProjectionConfig) -> KernelLaunch:
     """Returns the launch. projection: of q_nope through w_uk. Tensors in capitals: the branch's workspace."""
     tokens, heads, dq = f.q.shape
     rank, rope, tile = f.ckv.shape[-1], f.kpe.shape[-1], projection.tile

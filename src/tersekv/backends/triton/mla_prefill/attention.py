@@ -91,28 +91,28 @@ def mainloop(
 
 
 @triton.jit
-def work_tile_of_program(num_m_blocks, H, heads_per_group):
+def work_tile_of_program(num_m_blocks, H, heads_per_l2_group):
     """Returns (request, head, m_block) of this program: late blocks first, within groups of heads."""
     i_program = tl.program_id(0)
     i_request = i_program // (num_m_blocks * H)
     i_in_request = i_program % (num_m_blocks * H)
-    first_head = i_in_request // (num_m_blocks * heads_per_group) * heads_per_group
-    group_size = tl.minimum(H - first_head, heads_per_group)
-    i_in_request = i_in_request % (num_m_blocks * heads_per_group)
+    first_head = i_in_request // (num_m_blocks * heads_per_l2_group) * heads_per_l2_group
+    group_size = tl.minimum(H - first_head, heads_per_l2_group)
+    i_in_request = i_in_request % (num_m_blocks * heads_per_l2_group)
     return i_request, first_head + i_in_request % group_size, num_m_blocks - 1 - i_in_request // group_size
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_m_blocks", "heads_per_group"])
+@triton.jit(do_not_specialize=["num_rows", "num_m_blocks", "heads_per_l2_group"])
 def attention_kernel(
     Q, K, V, KPE, OUT, OUT_RESIDUAL, LSE, CU_SEQLENS_Q, CACHE_LENS, CHUNK_ROW_OFFSETS, CACHE_OFFSETS, num_rows,
-    num_m_blocks, H, heads_per_group, score_scale,
+    num_m_blocks, H, heads_per_l2_group, score_scale,
     stride_qt, stride_qh, stride_kv, stride_ot, stride_oh, stride_lt, stride_lh,
     DN: tl.constexpr, R: tl.constexpr, DV: tl.constexpr, DN_PAD: tl.constexpr, R_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr,
     HAS_PREVIOUS_CHUNK: tl.constexpr, HAS_NEXT_CHUNK: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """Attends one m_block of one head to one chunk. See the module's docstring."""
-    i_request, head, m_block = work_tile_of_program(num_m_blocks, H, heads_per_group)
+    i_request, head, m_block = work_tile_of_program(num_m_blocks, H, heads_per_l2_group)
     q_begin = tl.load(CU_SEQLENS_Q + i_request).to(tl.int64)
     num_queries = (tl.load(CU_SEQLENS_Q + i_request + 1).to(tl.int64) - q_begin).to(tl.int32)
     m_start = m_block * BLOCK_M
@@ -183,7 +183,7 @@ def attention_kernel(
 
 
 def make_attention_launch(
-    f: SimpleNamespace, chunk: int, num_rows: int, has_previous_chunk: bool, has_next_chunk: bool, tile: AttentionTile
+    f: SimpleNamespace, i_chunk: int, num_rows: int, has_previous_chunk: bool, has_next_chunk: bool, tile: AttentionTile
 ) -> KernelLaunch:
     """Returns the launch for a chunk of `num_rows` rows, continuing from (out, OUT_RESIDUAL, LSE) if
     `has_previous_chunk`.
@@ -196,7 +196,7 @@ def make_attention_launch(
     nope, several_chunks = f.q.shape[2] - rope, has_previous_chunk or has_next_chunk
     requests, num_m_blocks, num_columns = f.cache_lens.shape[0], -(-f.max_q_len // tile.block_m), f.kv_b_proj.shape[0]
     padded_dims = [max(16, next_power_of_2(d)) for d in (nope, rope, dim_v)]
-    heads_per_group = max(1, min(heads, _L2_BYTES * requests // (num_rows * f.q.dtype.itemsize * (nope + dim_v))))
+    heads_per_l2_group = max(1, min(heads, _L2_BYTES * requests // (num_rows * f.q.dtype.itemsize * (nope + dim_v))))
     lse, lse_strides = lse_tensor_and_strides(f, several_chunks)
     arguments: dict[str, Any] = tensor_args(
         Q="q", K="KV", V="KV", KPE="K_PE", OUT="out", OUT_RESIDUAL="OUT_RESIDUAL" if several_chunks else "out", LSE=lse,
@@ -206,14 +206,15 @@ def make_attention_launch(
     if tile.tma:
         arguments |= {
             name: TensorMapArg(
-                tensor_name, partial(_make_descriptor, num_rows=num_rows, num_columns=n, block=[tile.block_n, d])
+                tensor_name, partial(_host_descriptor_of_matrix, num_rows=num_rows, num_columns=n,
+                block=[tile.block_n, d])
             )
             for name, tensor_name, n, d in (
                 ("K", "KV", num_columns, nope), ("V", "KV", num_columns, dim_v), ("KPE", "K_PE", rope, rope),
             ) if n
         }  # fmt: skip
-    arguments |= chunk_offset_args(chunk) | stride_args(f.q, stride_q="th") | stride_args(f.out, stride_o="th") | {
-        "num_rows": num_rows, "num_m_blocks": num_m_blocks, "H": heads, "heads_per_group": heads_per_group,
+    arguments |= chunk_offset_args(i_chunk) | stride_args(f.q, stride_q="th") | stride_args(f.out, stride_o="th") | {
+        "num_rows": num_rows, "num_m_blocks": num_m_blocks, "H": heads, "heads_per_l2_group": heads_per_l2_group,
         "score_scale": f.softmax_scale * math.log2(math.e),
         "stride_kv": num_columns, "stride_lt": lse_strides[0], "stride_lh": lse_strides[1],
         "DN": nope, "R": rope, "DV": dim_v, "DN_PAD": padded_dims[0], "R_PAD": padded_dims[1], "DV_PAD": padded_dims[2],
@@ -224,7 +225,7 @@ def make_attention_launch(
     return KernelLaunch(attention_kernel, grid, arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
-def _make_descriptor(x: Tensor, num_rows: int, num_columns: int, block: list[int]) -> TensorDescriptor:
+def _host_descriptor_of_matrix(x: Tensor, num_rows: int, num_columns: int, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor(x, [num_rows, num_columns], [num_columns, 1], block)
 
 

@@ -118,7 +118,7 @@ def make_gemm_launch(
     )
     if tile.tma:
         make_codes_descriptor, w_tile = (
-            partial(_make_descriptor, emulate_e4m3=emulate_e4m3),
+            partial(_host_descriptor_of_matrix, emulate_e4m3=emulate_e4m3),
             [tile.block_n, tile.block_k],
         )
         arguments = {
@@ -130,7 +130,8 @@ def make_gemm_launch(
                 "kv_b_proj", partial(make_codes_descriptor, shape=[n, rank], pitch=stride_w, block=w_tile)
             ),
             "OUT": TensorMapArg(
-                "KV", partial(_make_descriptor, shape=[num_rows, n], pitch=n, block=[tile.block_m, tile.block_n])
+                "KV",
+                partial(_host_descriptor_of_matrix, shape=[num_rows, n], pitch=n, block=[tile.block_m, tile.block_n]),
             ),
         }
     # KV passed as scales is never read.
@@ -149,5 +150,7 @@ def make_gemm_launch(
     return KernelLaunch(blockwise_gemm_kernel, grid, arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
-def _make_descriptor(x: Tensor, shape: list[int], pitch: int, block: list[int], emulate_e4m3: bool = False) -> Any:
+def _host_descriptor_of_matrix(
+    x: Tensor, shape: list[int], pitch: int, block: list[int], emulate_e4m3: bool = False
+) -> Any:
     return TensorDescriptor(x.view(torch.uint8) if emulate_e4m3 else x, shape, [pitch, 1], block)

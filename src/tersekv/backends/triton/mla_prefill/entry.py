@@ -41,7 +41,7 @@ class Config(NamedTuple):
 
 def configure(f: SimpleNamespace) -> Config:
     choice = choose_mla_prefill_config(f)
-    return Config(choice, make_launches(f, choice))
+    return Config(choice, make_append_and_chunk_launches(f, choice))
 
 
 def has_keys_and_queries(f: SimpleNamespace) -> bool:
@@ -49,7 +49,7 @@ def has_keys_and_queries(f: SimpleNamespace) -> bool:
     return any(f.buffer_lengths) and f.max_q_len > 0 and f.cache_lens.shape[0] > 0
 
 
-def make_launches(f: SimpleNamespace, choice: MLAPrefillConfig) -> LaunchSequence | HostAction:
+def make_append_and_chunk_launches(f: SimpleNamespace, choice: MLAPrefillConfig) -> LaunchSequence | HostAction:
     if f.q.shape[0] == 0:
         return HostAction(_fill_seq_lens_out)
     rope_norm_store_launch = rope_norm_store.make_rope_norm_store_launch(

@@ -126,19 +126,19 @@ def gathered_chunk_workspace(
     }
 
 
-def chunk_offset_args(chunk: int) -> dict[str, TensorArg]:
+def chunk_offset_args(i_chunk: int) -> dict[str, TensorArg]:
     """Returns the arguments that map rows of a chunk to requests."""
     return {
-        "CHUNK_ROW_OFFSETS": TensorArg("buffer_row_offsets", row=chunk),
-        "CACHE_OFFSETS": TensorArg("cache_offsets", row=chunk),
+        "CHUNK_ROW_OFFSETS": TensorArg("buffer_row_offsets", row=i_chunk),
+        "CACHE_OFFSETS": TensorArg("cache_offsets", row=i_chunk),
     }
 
 
 def make_gather_launch(
-    f: SimpleNamespace, chunk: int, num_rows: int, max_rows: int, native_casts: bool
+    f: SimpleNamespace, i_chunk: int, num_rows: int, max_rows: int, native_casts: bool
 ) -> KernelLaunch:
     """Returns the launch for a chunk of `num_rows` rows, in buffers for `max_rows`."""
-    arguments = latent_cache_args(f) | chunk_offset_args(chunk) | tensor_args(BYTES, CODES_OUT="CODES",
+    arguments = latent_cache_args(f) | chunk_offset_args(i_chunk) | tensor_args(BYTES, CODES_OUT="CODES",
                                                                               SCALES_OUT="SCALES", K_PE_OUT="K_PE") | {
         "stride_scales_out": max_rows if f.kv_b_proj_scale is not None else 0,
         "STORAGE_KIND": k_pe_storage_kind(f.format),

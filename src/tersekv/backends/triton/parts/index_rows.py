@@ -17,7 +17,7 @@ BLOCK = tl.constexpr(INDEX_BLOCK)
 
 
 @triton.jit
-def round_to_rows(x, DTYPE: tl.constexpr, ROUND16: tl.constexpr):
+def round_to_row_dtype_if(x, DTYPE: tl.constexpr, ROUND16: tl.constexpr):
     """Returns fp32 x, rounded to the caller's dtype if ROUND16."""
     if ROUND16:
         return x.to(DTYPE).to(tl.float32)
@@ -40,7 +40,7 @@ def load_normed_columns(p_rows, columns, mask, stats, norm_args, DTYPE: tl.const
         bias = tl.load(p_bias + columns, mask=mask, other=0.0).to(tl.float64)
         mean, deviation = stats
         y = ((x.to(tl.float64) - mean) / deviation * weight + bias).to(tl.float32)
-        return round_to_rows(y, DTYPE, ROUND16)
+        return round_to_row_dtype_if(y, DTYPE, ROUND16)
 
 
 @triton.jit
@@ -80,10 +80,10 @@ def load_index_rows(
         cos = tl.load(p_cos_sin_row + angle, mask=valid, other=0.0)
         sin = tl.load(p_cos_sin_row + (angle + HALF), mask=valid, other=0.0)
         x = tl.where(rotary, x * cos + y * tl.where(is_first, -sin, sin), x)
-        x = round_to_rows(x, DTYPE, ROUND16)
+        x = round_to_row_dtype_if(x, DTYPE, ROUND16)
     if HADAMARD:
         SIZE: tl.constexpr = D & -D
-        x = round_to_rows(blockwise_hadamard_unnormalized(x, SIZE) * SIZE**-0.5, DTYPE, ROUND16)
+        x = round_to_row_dtype_if(blockwise_hadamard_unnormalized(x, SIZE) * SIZE**-0.5, DTYPE, ROUND16)
     return x
 
 

@@ -57,7 +57,7 @@ class ScoreConfig(KernelConfig):
 
 
 @triton.jit
-def find_request(CU_SEQLENS_Q, B, t, cfg: tl.constexpr):
+def request_of_row(CU_SEQLENS_Q, B, t, cfg: tl.constexpr):
     """Returns the request of row t, B if it lies behind all, −1 if before."""
     if cfg.VARLEN_Q:
         ended = -(t < tl.load(CU_SEQLENS_Q).to(tl.int64)).to(tl.int32)
@@ -71,7 +71,7 @@ def find_request(CU_SEQLENS_Q, B, t, cfg: tl.constexpr):
 
 
 @triton.jit
-def row_positions(SEQ_LENS, CU_SEQLENS_Q, B, b, rows, cfg: tl.constexpr):
+def positions_of_rows_in_request(SEQ_LENS, CU_SEQLENS_Q, B, b, rows, cfg: tl.constexpr):
     """Returns positions int64 of rows where they are of request b, else −1."""
     valid = (b >= 0) & (b < B)
     seq_len = tl.load(SEQ_LENS + b, mask=valid, other=0).to(tl.int64)
@@ -142,7 +142,7 @@ def load_key_block(K, o_keys, m_keys, d_block, cfg: tl.constexpr):
 
 
 @triton.jit
-def load_weights(WEIGHTS, p_row, head_block, m_rows, stride_wh, cfg: tl.constexpr):
+def load_head_weights(WEIGHTS, p_row, head_block, m_rows, stride_wh, cfg: tl.constexpr):
     """Loads the weights [1, ROWS * HEADS] of heads, 0 past the last."""
     h = head_block * cfg.HEADS + tl.arange(0, cfg.HEADS)
     mask = m_rows[:, None] & (h < cfg.H)[None, :]
@@ -154,7 +154,7 @@ def load_weights(WEIGHTS, p_row, head_block, m_rows, stride_wh, cfg: tl.constexp
 
 
 @triton.jit
-def products(K, SCALES, o_keys, o_scales, m_keys, q, cfg: tl.constexpr):
+def compute_qk(K, SCALES, o_keys, o_scales, m_keys, q, cfg: tl.constexpr):
     """Returns q · k [BLOCK_N, ROWS * HEADS] fp32; of several blocks of columns each times its scale."""
     acc = tl.dot(load_key_block(K, o_keys, m_keys, 0, cfg), tl.trans(q[0]))
     if cfg.D_BLOCKS == 1:
@@ -171,7 +171,7 @@ def products(K, SCALES, o_keys, o_scales, m_keys, q, cfg: tl.constexpr):
 
 
 @triton.jit
-def weighted(acc, w, cfg: tl.constexpr):
+def relu_and_weight_heads(acc, w, cfg: tl.constexpr):
     """Returns products after ReLU, times the weights of heads."""
     if cfg.RELU:
         acc = tl.where(acc < 0, 0.0, acc)  # a NaN stays
@@ -185,7 +185,7 @@ def sum_heads(x, cfg: tl.constexpr):
 
 
 @triton.jit
-def reduce_columns(best, any_number, any_nan, s, m_seen, cfg: tl.constexpr):
+def update_column_max_ignoring_nan(best, any_number, any_nan, s, m_seen, cfg: tl.constexpr):
     """Returns the largest number of each column so far [GROUPS, C], and whether it has seen a number, and a NaN."""
     C: tl.constexpr = s.shape[1]
     is_number = m_seen & (s == s)
@@ -212,15 +212,15 @@ def index_scores_kernel(
     first = first_row + tl.program_id(1) * cfg.ROWS
     rows = (first + tl.arange(0, cfg.ROWS)).to(tl.int64)
     last = tl.minimum(first + cfg.ROWS, end_row) - 1
-    b_first = tl.maximum(find_request(CU_SEQLENS_Q, B, first, cfg), 0)
+    b_first = tl.maximum(request_of_row(CU_SEQLENS_Q, B, first, cfg), 0)
     b_last = b_first
     if cfg.ROWS > 1:
-        b_last = find_request(CU_SEQLENS_Q, B, last, cfg)
+        b_last = request_of_row(CU_SEQLENS_Q, B, last, cfg)
     column_begin = tl.program_id(0) * (cfg.STEPS * cfg.GROUPS)
     column_end = tl.minimum(column_begin + cfg.STEPS * cfg.GROUPS, width)
     for i in range(b_first, tl.maximum(b_last, b_first) + 1):
         b = tl.cast(i, tl.int32)
-        position = row_positions(SEQ_LENS, CU_SEQLENS_Q, B, b, rows, cfg)
+        position = positions_of_rows_in_request(SEQ_LENS, CU_SEQLENS_Q, B, b, rows, cfg)
         visible = tl.minimum((position + 1) // cfg.RATIO, max_keys).to(tl.int32)
         if ENDS is not None:
             visible = load_key_bounds(ENDS, rows, end_row, max_keys)
@@ -236,7 +236,7 @@ def index_scores_kernel(
         else:
             m_rows = rows // cfg.Q_LEN == b
         m_rows = m_rows & (rows < end_row)
-        _score_request(
+        _store_scores_of_request(
             Q, WEIGHTS, K, SCALES, PAGE_TABLE + tl.minimum(b, B - 1).to(tl.int64) * stride_table, OUT, scale, rows,
             rows - first_row, m_rows, first_keys, visible, STARTS is not None, column_begin, column_end, stride_qt,
             stride_qh, stride_wt, stride_wh, stride_kp, stride_ks, stride_sp, stride_ss, stride_ot, stride_oh, cfg,
@@ -251,7 +251,7 @@ def load_key_bounds(BOUNDS, rows, end_row, max_keys):
 
 
 @triton.jit
-def _score_request(
+def _store_scores_of_request(
     Q, WEIGHTS, K, SCALES, PAGE_IDS, OUT, scale, rows, out_rows, m_rows, first_keys, visible, HAS_STARTS: tl.constexpr,
     column_begin, column_end, stride_qt, stride_qh, stride_wt, stride_wh, stride_kp, stride_ks, stride_sp, stride_ss,
     stride_ot, stride_oh, cfg: tl.constexpr,
@@ -280,7 +280,7 @@ def _score_request(
             lowest = first_keys[None, :]
         if cfg.EACH or cfg.HEAD_BLOCKS == 1:
             q = load_queries(Q, o_q, head_block, m_seen_rows, stride_qh, cfg)
-            w = load_weights(WEIGHTS, o_w, head_block, m_seen_rows, stride_wh, cfg)
+            w = load_head_weights(WEIGHTS, o_w, head_block, m_seen_rows, stride_wh, cfg)
         for column in range(seen_begin, seen_end, cfg.GROUPS):
             o_column = column + tl.arange(0, cfg.GROUPS)
             best = tl.full([cfg.GROUPS, C], float("-inf"), tl.float32)
@@ -300,15 +300,18 @@ def _score_request(
                 o_keys = page * stride_kp + entry.to(tl.int64) * stride_ks
                 o_scales = page * stride_sp + entry.to(tl.int64) * stride_ss
                 if cfg.EACH or cfg.HEAD_BLOCKS == 1:
-                    s = weighted(products(K, SCALES, o_keys, o_scales, m_keys, q, cfg), w, cfg)
+                    s = relu_and_weight_heads(compute_qk(K, SCALES, o_keys, o_scales, m_keys, q, cfg), w, cfg)
                     if not cfg.EACH:
                         s = sum_heads(s, cfg)
                 else:
                     s = tl.full([cfg.BLOCK_N, C], 0.0, tl.float32)
                     for i in range(cfg.HEAD_BLOCKS):
                         q_i = load_queries(Q, o_q, i, m_seen_rows, stride_qh, cfg)
-                        w_i = load_weights(WEIGHTS, o_w, i, m_seen_rows, stride_wh, cfg)
-                        s += sum_heads(weighted(products(K, SCALES, o_keys, o_scales, m_keys, q_i, cfg), w_i, cfg), cfg)
+                        w_i = load_head_weights(WEIGHTS, o_w, i, m_seen_rows, stride_wh, cfg)
+                        s += sum_heads(
+                            relu_and_weight_heads(compute_qk(K, SCALES, o_keys, o_scales, m_keys, q_i, cfg), w_i, cfg),
+                            cfg,
+                        )
                 if cfg.HAS_SCALES and cfg.D_BLOCKS == 1:
                     s = s * tl.load(SCALES + o_scales, mask=m_keys, other=0.0)[:, None]
                 s = s * scale
@@ -316,7 +319,9 @@ def _score_request(
                 if HAS_STARTS:
                     m_seen = m_seen & (key[:, None] >= lowest)
                 if cfg.GROUP > 1 or cfg.SUBS > 1:
-                    best, any_number, any_nan = reduce_columns(best, any_number, any_nan, s, m_seen, cfg)
+                    best, any_number, any_nan = update_column_max_ignoring_nan(
+                        best, any_number, any_nan, s, m_seen, cfg
+                    )
                 else:
                     best = tl.where(m_seen, s, float("-inf"))
             if cfg.GROUP > 1 or cfg.SUBS > 1:
@@ -348,7 +353,7 @@ def why_not_scores(f: SimpleNamespace) -> str | None:
     return None
 
 
-def row_config(f: SimpleNamespace) -> dict[str, Any]:
+def request_search_constants(f: SimpleNamespace) -> dict[str, Any]:
     """Returns what finds the request of a row."""
     return {
         "RATIO": f.ratio, "VARLEN_Q": f.cu_seqlens_q is not None, "Q_LEN": 1 if f.cu_seqlens_q else max(f.max_q_len, 1),
@@ -356,13 +361,13 @@ def row_config(f: SimpleNamespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def row_args(f: SimpleNamespace) -> dict[str, Any]:
+def request_search_args(f: SimpleNamespace) -> dict[str, Any]:
     """Returns the arguments by which a row finds its request and position."""
     tensors = tensor_args(SEQ_LENS="seq_lens", CU_SEQLENS_Q="cu_seqlens_q")
     return tensors | {"B": f.seq_lens.shape[0]}
 
 
-def score_config(f: SimpleNamespace, num_rows: int, width: int) -> ScoreConfig:
+def index_score_config(f: SimpleNamespace, num_rows: int, width: int) -> ScoreConfig:
     heads, d = f.q.shape[1], f.q.shape[2]
     h_pad = min(max(launch.next_power_of_2(heads), 16), MAX_COLUMNS if f.each or heads > 64 else 64)
     t, b = f.q.shape[0], max(f.seq_lens.shape[0], 1)
@@ -386,7 +391,7 @@ def score_config(f: SimpleNamespace, num_rows: int, width: int) -> ScoreConfig:
         D_BLOCKS=-(-d // block_d), PAGE=f.k_cache.shape[1], BLOCK=f.block, GROUP=group, GROUPS=groups,
         SUBS=-(-f.block // group), BLOCK_N=BLOCK_N, STEPS=per, DOT=dot, K_AS_BYTES=k_fp8 and by_hand,
         Q_AS_BYTES=q_fp8 and by_hand, HAS_SCALES=index_format(f.format).scale_dtype is not None, RELU=f.relu,
-        EACH=f.each, ONE_PAGE=f.block == 1 and f.k_cache.shape[1] % BLOCK_N == 0, **row_config(f),
+        EACH=f.each, ONE_PAGE=f.block == 1 and f.k_cache.shape[1] % BLOCK_N == 0, **request_search_constants(f),
     )  # fmt: skip
 
 
@@ -395,19 +400,21 @@ def _key_bounds_args(f: SimpleNamespace) -> dict[str, Any]:
     return tensor_args(STARTS="starts", ENDS="ends") if hasattr(f, "starts") else {"STARTS": None, "ENDS": None}
 
 
-def score_launch(f: SimpleNamespace, out: TensorArg, strides: tuple[int, int], rows: range, width: int) -> KernelLaunch:
+def index_score_launch(
+    f: SimpleNamespace, out: TensorArg, strides: tuple[int, int], rows: range, width: int
+) -> KernelLaunch:
     """Returns the launch that scores some rows.
 
     out, strides: where the first of them goes, and strides of rows and heads there
     """
-    cfg = score_config(f, len(rows), width)
+    cfg = index_score_config(f, len(rows), width)
     scales = (0, 0) if f.k_scale_cache is None else f.k_scale_cache.stride[:2]
     weights = (0, 0) if f.weights is None else f.weights.stride
     arguments = tensor_args(
         BYTES if cfg.Q_AS_BYTES else "", Q="q"
     ) | tensor_args(BYTES if cfg.K_AS_BYTES else "", K="k_cache") | tensor_args(
         WEIGHTS="weights", SCALES="k_scale_cache", PAGE_TABLE="page_table",
-    ) | row_args(f) | _key_bounds_args(f) | {
+    ) | request_search_args(f) | _key_bounds_args(f) | {
         "OUT": out, "scale": f.scale, "first_row": rows.start, "end_row": rows.stop,
         "width": width, "max_keys": f.page_table.shape[1] * f.k_cache.shape[1],
         "stride_qt": f.q.stride[0], "stride_qh": f.q.stride[1], "stride_wt": weights[0], "stride_wh": weights[1],

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ...host import launch
 from ...host.bind import KernelLaunch, TensorArg
-from .index_scores import find_request, row_positions
+from .index_scores import positions_of_rows_in_request, request_of_row
 
 _MIN_SPLIT, _MAX_SPLIT = 4096, 16384  # columns of a program
 _SPLIT_OF_K = 8  # a split has so many columns for each that it keeps, if it can
@@ -51,7 +51,7 @@ def block_columns(BLOCK: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def load_keys(source, begin, BLOCK: tl.constexpr, WARPS: tl.constexpr):
+def load_topk_keys(source, begin, BLOCK: tl.constexpr, WARPS: tl.constexpr):
     """Loads keys as uint32 in the order of scores; 0: not to be taken, 1: NaN, the largest: taken before all others."""
     i = begin + block_columns(BLOCK, WARPS)
     valid = i < source.num
@@ -113,14 +113,16 @@ def count_from(source, key, threshold, BLOCK: tl.constexpr, ONE_BLOCK: tl.conste
     counts, total = minus_below(key, threshold, WARPS, USE_PTX), BLOCK
     if not ONE_BLOCK:
         for begin in range(BLOCK, source.num, BLOCK):
-            counts += minus_below(load_keys(source, begin, BLOCK, WARPS), threshold, WARPS, USE_PTX)
+            counts += minus_below(load_topk_keys(source, begin, BLOCK, WARPS), threshold, WARPS, USE_PTX)
             total += BLOCK
     return total + tl.sum(counts)
 
 
 @triton.jit
-def smallest_key_taken(source, key, k, most, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, WARPS: tl.constexpr,
-                       USE_PTX: tl.constexpr):  # fmt: skip
+def find_topk_threshold_and_ties(
+    source, key, k, most, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, WARPS: tl.constexpr,
+    USE_PTX: tl.constexpr,
+):  # fmt: skip
     """Returns (the smallest key of the k largest, or of up to `most`; how many of the keys equal to it are taken). key:
     of the first block."""
     threshold, bit = tl.full([], 0, tl.uint32), tl.full([], 0x80000000, tl.uint32)
@@ -155,17 +157,19 @@ def places_of_taken(key, threshold, ties):
 
 
 @triton.jit
-def row_columns(STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS: tl.constexpr, cfg: tl.constexpr):
-    """Returns (columns that row t sees, its open group, whether it has one, its first column). VISIBLE: columns, or where
-    they end behind STARTS; None: by its position, KEYS keys a column."""
+def row_columns(
+    STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS: tl.constexpr, cfg: tl.constexpr
+):
+    """Returns (columns that row t sees, its open group, whether it has one, its first column). VISIBLE: columns, or
+    where they end behind STARTS; None: by its position, KEYS keys a column."""
     if VISIBLE is not None:
         group = tl.load(VISIBLE + t).to(tl.int64)
         columns, is_open = group, group < 0
         if OPEN_GROUP is not None:
             is_open = tl.load(OPEN_GROUP + t) != 0
     else:
-        b = find_request(CU_SEQLENS_Q, B, t, cfg)
-        position = row_positions(SEQ_LENS, CU_SEQLENS_Q, B, b, t.to(tl.int64), cfg)
+        b = request_of_row(CU_SEQLENS_Q, B, t, cfg)
+        position = positions_of_rows_in_request(SEQ_LENS, CU_SEQLENS_Q, B, b, t.to(tl.int64), cfg)
         group = (position + 1) // cfg.RATIO
         columns = (group + KEYS - 1) // KEYS
         is_open = (position + 1) % cfg.RATIO > 0
@@ -200,7 +204,8 @@ def num_candidates(visible, k, first_most, SPLIT: tl.constexpr, LEVEL: tl.conste
     ]
 )
 def index_candidates_kernel(
-    SOURCE, STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, CANDIDATES, B, first_row, width, k, keep_first, keep_last,
+    SOURCE, STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, CANDIDATES, B, first_row, width, k, keep_first,
+    keep_last,
     stride_st, stride_sh, columns_offset, first_most, most, num_splits, candidates_offset,
     LINES: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr, LEVEL: tl.constexpr, KEYS: tl.constexpr,
     USE_PTX: tl.constexpr, cfg: tl.constexpr,
@@ -217,8 +222,8 @@ def index_candidates_kernel(
     source = Source(p_row, num, keep_first, keep_last)
     begin = i_split * SPLIT
     if begin < source.num:
-        key = load_keys(source, begin, SPLIT, WARPS)
-        threshold, ties = smallest_key_taken(source, key, k, most, SPLIT, True, WARPS, USE_PTX)
+        key = load_topk_keys(source, begin, SPLIT, WARPS)
+        threshold, ties = find_topk_threshold_and_ties(source, key, k, most, SPLIT, True, WARPS, USE_PTX)
         place, taken, count, ties = places_of_taken(key, threshold, ties)
         column = load_columns(source, begin, columns_offset, taken, SPLIT, WARPS)
         p_out = CANDIDATES + (i_line.to(tl.int64) * num_splits + i_split) * most
@@ -233,7 +238,8 @@ def index_candidates_kernel(
     do_not_specialize=["B", "first_row", "width", "keep_first", "keep_last", "columns_offset", "stride_st", "stride_sh"]
 )
 def index_topk_kernel(
-    SOURCE, STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, OUT, LENS, B, first_row, width, k, keep_first, keep_last,
+    SOURCE, STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, OUT, LENS, B, first_row, width, k, keep_first,
+    keep_last,
     stride_st, stride_sh, columns_offset, first_most, stride_ot, stride_oh, stride_lt, stride_lh,
     LINES: tl.constexpr, COLUMNS_OUT: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
     WARPS: tl.constexpr, SPLIT: tl.constexpr, LEVEL: tl.constexpr, HAS_GROUP: tl.constexpr, KEYS: tl.constexpr,
@@ -249,13 +255,13 @@ def index_topk_kernel(
     p_row = SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh + (start if LEVEL == 0 else 0)
     source = Source(p_row, num, keep_first, keep_last)
     p_out = OUT + t.to(tl.int64) * stride_ot + line * stride_oh
-    key = load_keys(source, 0, BLOCK, WARPS)
-    threshold, ties = smallest_key_taken(source, key, k, k, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
+    key = load_topk_keys(source, 0, BLOCK, WARPS)
+    threshold, ties = find_topk_threshold_and_ties(source, key, k, k, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
     place, taken, count, ties = places_of_taken(key, threshold, ties)
     tl.store(p_out + place, load_columns(source, 0, columns_offset, taken, BLOCK, WARPS), mask=taken)
     if not ONE_BLOCK:
         for i in range(BLOCK, source.num, BLOCK):
-            place, taken, num_taken, ties = places_of_taken(load_keys(source, i, BLOCK, WARPS), threshold, ties)
+            place, taken, num_taken, ties = places_of_taken(load_topk_keys(source, i, BLOCK, WARPS), threshold, ties)
             column = load_columns(source, i, columns_offset, taken, BLOCK, WARPS)
             tl.store(p_out + count + place, column, mask=taken)
             count += num_taken
@@ -289,12 +295,12 @@ def candidates_of_rounds(width: int, k: int) -> list[tuple[int, int]]:
 
 
 def candidate_slices(num_lines: int, width: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Returns slices of the workspace for candidates of so many rows of heads, by their names in `topk_launches`."""
+    """Returns slices of the workspace for candidates of so many rows of heads, by their names in the launches."""
     rounds = candidates_of_rounds(width, k)
     return {f"candidates_{i}": ((2, num_lines, n), torch.int32) for i, (n, _) in enumerate(rounds)}
 
 
-def topk_launches(
+def index_topk_launches(
     f: SimpleNamespace, scores: TensorArg, strides: tuple[int, int], rows: range, width: int, arguments: dict[str, Any]
 ) -> list[KernelLaunch]:
     """Returns the launches that take columns of some rows.

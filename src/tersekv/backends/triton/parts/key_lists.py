@@ -30,7 +30,7 @@ PAGES, SLOTS, VISIBLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def find_keys(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg: tl.constexpr):
+def page_table_row_or_key_list(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg: tl.constexpr):
     """Returns where the keys of a request are found: its row of the page table; or the KeyList of row i_request.
 
     lists: (INDICES, INDEX_LENS, SEQ_LENS, CU_SEQLENS_Q, number of requests, of slots, strides of row, head and entry)
@@ -70,33 +70,35 @@ def find_keys(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg: tl.constexpr
 
 
 @triton.jit
-def load_keys(keys, n_block, num_keys, cfg: tl.constexpr):
-    """Loads the page ids of key block n_block, or its listed keys. keys: from `find_keys`."""
+def load_page_ids_or_listed_keys(key_source, n_block, num_keys, cfg: tl.constexpr):
+    """Loads the page ids of key block n_block, or its listed keys. key_source: from `page_table_row_or_key_list`."""
     if cfg.LIST.LENGTH < 0:
-        return load_page_ids(keys, n_block, num_keys, cfg)
+        return load_page_ids(key_source, n_block, num_keys, cfg)
     else:
         o_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
         i_entry = o_n // cfg.LIST.BLOCK
-        visible = i_entry < keys.num_entries
-        entry = tl.load(keys.p_entries + i_entry.to(tl.int64) * keys.stride, mask=visible, other=0).to(tl.int64)
+        visible = i_entry < key_source.num_entries
+        entry = tl.load(key_source.p_entries + i_entry.to(tl.int64) * key_source.stride, mask=visible, other=0).to(
+            tl.int64
+        )
         visible = visible & (entry >= 0)
         if cfg.LIST.BY_SLOT:
-            visible = visible & (entry < keys.num_slots)  # 0xFFFFFFFF, the padding of uint32, is none either
+            visible = visible & (entry < key_source.num_slots)  # 0xFFFFFFFF, the padding of uint32, is none either
             slot = tl.where(visible, entry, 0)
             pages, slots = slot // cfg.PAGE, slot % cfg.PAGE
         else:
             # An entry past the row's own position may be any number: no product before it is dropped.
-            visible = visible & (entry <= keys.last // cfg.LIST.BLOCK)
+            visible = visible & (entry <= key_source.last // cfg.LIST.BLOCK)
             position = tl.where(visible, entry, 0) * cfg.LIST.BLOCK + o_n % cfg.LIST.BLOCK
-            visible = visible & (position <= keys.last)
+            visible = visible & (position <= key_source.last)
             position = tl.where(visible, position, 0).to(tl.uint32)
-            pages = tl.load(keys.p_page_ids + position // cfg.PAGE, mask=visible, other=0).to(tl.int64)
+            pages = tl.load(key_source.p_page_ids + position // cfg.PAGE, mask=visible, other=0).to(tl.int64)
             slots = position % cfg.PAGE
         return pages, slots.to(tl.int64) if cfg.INT64_OFFSETS else slots.to(tl.int32), visible
 
 
 @triton.jit
-def keys_in_range(page_ids, n_block, num_keys, cfg: tl.constexpr):
+def keys_in_range_or_visible(page_ids, n_block, num_keys, cfg: tl.constexpr):
     """Returns which keys of n_block there are, [BLOCK_N]; of listed ones, which are visible."""
     if cfg.LIST.LENGTH < 0:
         return n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N) < num_keys

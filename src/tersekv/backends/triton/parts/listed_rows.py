@@ -15,7 +15,7 @@ from ...host import launch
 from ...host.bind import KernelLaunch, TensorArg, tensor_args
 from ...host.kernel_config import KernelConfig
 from ...host.key_lists import KeyListConfig, key_list_args, key_list_config
-from .key_lists import PAGES, SLOTS, VISIBLE, find_keys, load_keys
+from .key_lists import PAGES, SLOTS, VISIBLE, load_page_ids_or_listed_keys, page_table_row_or_key_list
 
 ROWS, LENS = "listed_rows", "listed_lens"  # slices of the workspace: [T, keys] and [T]
 _MAX_BLOCK = 2048  # keys that are looked at together
@@ -40,10 +40,10 @@ def listed_rows_kernel(
         INDICES, INDEX_LENS, LIST_SEQ_LENS, LIST_CU_SEQLENS_Q, num_requests, num_slots, stride_list_t, stride_list_h,
         stride_list_n,
     )  # fmt: skip
-    keys = find_keys(PAGE_TABLE, stride_table_b, i_row, tl.program_id(1), lists, cfg)
+    keys = page_table_row_or_key_list(PAGE_TABLE, stride_table_b, i_row, tl.program_id(1), lists, cfg)
     p_rows, count = ROWS_OUT + i_row.to(tl.int64) * num_keys, 0
     for n_block in range(0, tl.cdiv(num_keys, cfg.BLOCK_N)):
-        found = load_keys(keys, n_block, num_keys, cfg)
+        found = load_page_ids_or_listed_keys(keys, n_block, num_keys, cfg)
         visible = found[VISIBLE]
         place = count + tl.cumsum(visible.to(tl.int32), 0) - 1
         tl.store(p_rows + place, (found[PAGES] * rows_per_page + found[SLOTS]).to(tl.int32), mask=visible)

@@ -139,7 +139,7 @@ def token_and_head_of_q_rows(m_block, h, q_begin, num_q_rows, cfg: tl.constexpr)
 
 
 @triton.jit
-def zero_padding_rows(
+def store_empty_output_of_padding_rows(
     OUT, LSE, i_token, T, i_program, num_programs, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
     cfg: tl.constexpr,
 ):  # fmt: skip

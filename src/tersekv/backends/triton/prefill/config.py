@@ -38,7 +38,7 @@ def choose_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat) -> TileConf
     group = f.q.shape[1] // max(f.k_cache.shape[2], 1)
     values, width = (launch.next_power_of_2(n) for n in (f.out.shape[2], max(f.q.shape[2], f.out.shape[2])))
     from_shared = f.arch is not None and 90 <= f.arch < 120  # the matrix unit reads shared memory
-    t = _of_shared_operands(f, k, v, width) if from_shared else _of_register_operands(width, values)
+    t = _shared_operand_tile_config(f, k, v, width) if from_shared else _register_operand_tile_config(width, values)
     # ptxas 12.8 never moves the address of values of at most 64 bytes a row to the uniform registers in which offsets
     # are added, so that products read outside shared memory.
     if from_shared and values <= 32:
@@ -48,7 +48,7 @@ def choose_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat) -> TileConf
     if needed < 64:
         t = t._replace(block_n=min(t.block_n, 32 if {TOKEN_HEAD, BLOCK} & {k.scale, v.scale} else 64))
     if needed < t.block_m:
-        t = _with_rows(t, needed, width, from_shared)
+        t = _with_block_m_and_warps(t, needed, width, from_shared)
         if width > 128 and k.storage.itemsize == 2:
             t = t._replace(block_n=min(t.block_n, 32))  # 64 rows of heads of 256, bf16: 345 (64 keys: 157; fp8: 268)
     while not _fits_shared_memory(t, f, k, v):
@@ -57,7 +57,7 @@ def choose_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat) -> TileConf
         elif width > 128 and t.block_n > 32:
             t = t._replace(block_n=32)
         elif t.block_m > 64:
-            t = _with_rows(t, 64, width, from_shared)
+            t = _with_block_m_and_warps(t, 64, width, from_shared)
         elif t.block_n > 16:
             t = t._replace(block_n=t.block_n // 2)
         elif t.block_m > 16:
@@ -67,7 +67,7 @@ def choose_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat) -> TileConf
     return t
 
 
-def _of_shared_operands(f: SimpleNamespace, k: KVFormat, v: KVFormat, width: int) -> TileConfig:
+def _shared_operand_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat, width: int) -> TileConfig:
     if width > 256:
         return TileConfig(32, 16, 2, 8)
     if width > 128:
@@ -79,7 +79,7 @@ def _of_shared_operands(f: SimpleNamespace, k: KVFormat, v: KVFormat, width: int
     return _TILES_TOKEN_SCALES if TOKEN_HEAD in (k.scale, v.scale) else _TILES_CODES
 
 
-def _of_register_operands(width: int, values: int) -> TileConfig:
+def _register_operand_tile_config(width: int, values: int) -> TileConfig:
     """A thread holds queries, keys and the scales of all keys of its block in registers."""
     if width > 256:
         return TileConfig(32, 16, 2, 8)
@@ -88,7 +88,7 @@ def _of_register_operands(width: int, values: int) -> TileConfig:
     return TileConfig(128, 64 if width <= 64 else 32, 3, 8)
 
 
-def _with_rows(t: TileConfig, block_m: int, width: int, from_shared: bool) -> TileConfig:
+def _with_block_m_and_warps(t: TileConfig, block_m: int, width: int, from_shared: bool) -> TileConfig:
     # A product of 64 rows is of four warps; of heads of 256, four hold the accumulators where one is of 64 rows.
     few_warps = block_m <= 64 and (width <= 128 or (width <= 256 and block_m == 64 and from_shared))
     return t._replace(block_m=block_m, num_warps=4 if few_warps else 8)
@@ -103,4 +103,4 @@ def _fits_shared_memory(t: TileConfig, f: SimpleNamespace, k: KVFormat, v: KVFor
         ring = max(ring, t.num_stages * t.block_n * (d + dv) * 2)
     sides = ((n, x) for n, x in ((d, k), (dv, v)) if x.storage.itemsize == 1)
     converted = sum(t.block_n * n * 2 for n, x in sides)
-    return queries + ring + converted + t.block_m * t.block_n * 2 + 4096 <= launch.shared_memory(f)
+    return queries + ring + converted + t.block_m * t.block_n * 2 + 4096 <= launch.shared_memory_bytes_per_cta(f)

@@ -179,11 +179,14 @@ def _split_launches(
 
 def kernel_constants(f: SimpleNamespace, t: TileConfig) -> Constants:
     return Constants(
-        **format_constants(f), **option_constants(f), **epilogue_and_softmax_scale_constants(f), **_tile_constants(f, t)
+        **format_constants(f),
+        **option_constants(f),
+        **epilogue_and_softmax_scale_constants(f),
+        **_shape_and_tile_constants(f, t),
     )
 
 
-def _tile_constants(f: SimpleNamespace, t: TileConfig) -> dict[str, Any]:
+def _shape_and_tile_constants(f: SimpleNamespace, t: TileConfig) -> dict[str, Any]:
     page = f.k_cache.shape[1]
     return {
         **column_constants(f),
@@ -196,7 +199,9 @@ def _tile_constants(f: SimpleNamespace, t: TileConfig) -> dict[str, Any]:
         "ONE_PAGE_PER_BLOCK": page % t.block_n == 0,
         "BLOCK_B": request_block_size(f.seq_lens.shape[0]),
         "SCALE_COPIES": max(1, 32 * t.num_warps // t.block_n),
-        "INT64_OFFSETS": launch.exceeds_int32(f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache),
+        "INT64_OFFSETS": launch.offsets_within_page_exceed_int32(
+            f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache
+        ),
         "SPLIT_KEYS": _SPLIT_KEYS if f.prefill_invariant else 0,
     }
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from ..parts.combine import cast_output, finalize_softmax, load_scale
 from ..parts.dequant import INT4, tile_scale
 from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
-from ..parts.tile_scheduler import zero_padding_rows
+from ..parts.tile_scheduler import store_empty_output_of_padding_rows
 from .mainloop import (
     KeyRange,
     KVOperand,
@@ -145,7 +145,7 @@ def prefill_kernel(
     """Attends one block of BLOCK_M query rows. See the module's docstring."""
     PACK: tl.constexpr = cfg.PACK
     i_program, num_programs = tl.program_id(0), tl.num_programs(0)
-    zero_padding_rows(
+    store_empty_output_of_padding_rows(
         OUT, LSE, load_q_begin(CU_SEQLENS_Q, B, True).to(tl.int32), T, i_program, num_programs, stride_out_t,
         stride_out_h, stride_lse_t, stride_lse_h, cfg,
     )  # fmt: skip

@@ -27,9 +27,9 @@ from .layouts import query_heads_of_rows
 
 # ---- counters of arrived splits: their memory needs no initialization ----
 # A counter is 8 bytes: MARK in its upper 48 bits marks the lower 16 as a count. Any other value is left over and counts
-# as 0: the CTA that reads it stores MARK and 0 (`fetch_counter_value`, `arrive_inc_and_count_earlier`). The last CTA
-# resets the count to 0, so the next launch may use the counter, and its memory may hold anything in between. Workspace
-# in a CUDA graph thus needs no clearing at replay; leftover bytes look like a count once in 2^48.
+# as 0: the CTA that reads it stores MARK and 0 (`load_maybe_uninit_counter`, `arrive_inc_and_count_earlier`). The last
+# CTA resets the count to 0, so the next launch may use the counter, and its memory may hold anything in between.
+# Workspace in a CUDA graph thus needs no clearing at replay; leftover bytes look like a count once in 2^48.
 #
 # All CTAs of a launch must expect the same number of arrivals, so lengths must not change while it runs: a count left
 # over would stay, and later combines would start too early.
@@ -56,7 +56,7 @@ _INIT_COUNTER_PTX = gl.constexpr(
 
 
 @gluon.jit
-def fetch_counter_value(p_counter):
+def load_maybe_uninit_counter(p_counter):
     """Loads the counter; early, so that `arrive_inc_and_count_earlier` need not wait for it."""
     return gl.inline_asm_elementwise(
         _READ_COUNTER_PTX, "=l,l", [p_counter.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1
@@ -67,19 +67,13 @@ def fetch_counter_value(p_counter):
 def arrive_inc_and_count_earlier(p_counter, maybe_uninit_value):
     """Publishes the stores of all threads of this CTA; returns how many CTAs arrived before it.
 
-    The last CTA sees the stores of all others. maybe_uninit_value: by `fetch_counter_value`, in this launch
+    The last CTA sees the stores of all others. maybe_uninit_value: by `load_maybe_uninit_counter`, in this launch
     """
     thread_barrier()
     gl.inline_asm_elementwise(
         _INIT_COUNTER_PTX, "=r,l,l", [p_counter.to(gl.int64), maybe_uninit_value], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip
     return (gl.atomic_add(p_counter, 1, sem="acq_rel", scope="gpu") - COUNTER_ZERO).to(gl.int32)
-
-
-@gluon.jit
-def reset_counter(p_counter):
-    """Resets the count to 0, after all have arrived."""
-    gl.store(p_counter, COUNTER_ZERO)
 
 
 # ---- fused combine: which splits ----
@@ -92,7 +86,7 @@ class SplitWorkTile(NamedTuple):
     """A work tile that is split over several CTA ranges."""
 
     i_range: gl.tensor  # this one
-    first_range: gl.tensor  # range in which the work tile begins
+    tile_first_range: gl.tensor  # range in which the work tile begins
     num_splits: gl.tensor
 
 
@@ -106,8 +100,10 @@ def first_level_fan_in(num_splits):
 
 
 @gluon.jit
-def split_counter_ptr(SPLIT_WORKSPACE, level, lead_range, first_range, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns the pointer to the counter of the splits combined with that of CTA range `lead_range`, in level
+def split_counter_ptr(
+    SPLIT_WORKSPACE, level, combine_first_range, tile_first_range, cfg: gl.constexpr, tile_cfg: gl.constexpr
+):
+    """Returns the pointer to the counter of the splits combined with that of CTA range `combine_first_range`, in level
     0 or 1."""
     num_ranges, head_group = gl.num_programs(0) // tile_cfg.HEAD_GROUPS, gl.program_id(0) % tile_cfg.HEAD_GROUPS
     COUNTERS = (SPLIT_WORKSPACE + 2 * num_ranges * cfg.HEADS * cfg.BLOCK_M * cfg.PARTIAL_COLUMNS).to(
@@ -115,20 +111,21 @@ def split_counter_ptr(SPLIT_WORKSPACE, level, lead_range, first_range, cfg: gl.c
     )
     return (
         COUNTERS
-        + (2 * (level * num_ranges + lead_range) + gl.where(lead_range == first_range, 1, 0)) * tile_cfg.HEAD_GROUPS
+        + (2 * (level * num_ranges + combine_first_range) + gl.where(combine_first_range == tile_first_range, 1, 0))
+        * tile_cfg.HEAD_GROUPS
         + head_group
     )
 
 
 @gluon.jit
-def fetch_split_counter_value(SPLIT_WORKSPACE, split_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def load_maybe_uninit_split_counter(SPLIT_WORKSPACE, split_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the value of the counter that `arrive_and_combine_if_last` will need."""
     fan_in = first_level_fan_in(split_tile.num_splits)
-    return fetch_counter_value(
+    return load_maybe_uninit_counter(
         split_counter_ptr(
             SPLIT_WORKSPACE, 0,
-            split_tile.first_range + (split_tile.i_range - split_tile.first_range) // fan_in * fan_in,
-            split_tile.first_range, cfg, tile_cfg,
+            split_tile.tile_first_range + (split_tile.i_range - split_tile.tile_first_range) // fan_in * fan_in,
+            split_tile.tile_first_range, cfg, tile_cfg,
         )
     )  # fmt: skip
 
@@ -167,25 +164,26 @@ def load_partials_clamped(
 
 
 @gluon.jit
-def combine_partials(
-    SPLIT_WORKSPACE, lead_range, first_range, range_step, num_partials, i_column_block, first_head, cfg: gl.constexpr,
+def load_and_combine_partials(
+    SPLIT_WORKSPACE, combine_first_range, tile_first_range, range_step, num_partials, i_column_block, first_head,
+    cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Returns (row_max, row_sum, acc_o of column block i_column_block) of `num_partials` splits: those of CTA ranges
-    lead_range, lead_range + range_step, …"""
+    combine_first_range, combine_first_range + range_step, …"""
     L: gl.constexpr = combine_layout(tile_cfg, cfg, gl.num_warps())
     o_row = gl.arange(0, tile_cfg.HEADS_PER_CTA * tile_cfg.FUSED_COMBINE_ROWS, gl.SliceLayout(1, L))
     o_d = i_column_block * tile_cfg.FUSED_COMBINE_COLUMNS + gl.arange(
         0, tile_cfg.FUSED_COMBINE_COLUMNS, gl.SliceLayout(0, L)
     )
-    partial_slots = 2 * (lead_range * cfg.HEADS + first_head + o_row // tile_cfg.FUSED_COMBINE_ROWS)
+    partial_slots = 2 * (combine_first_range * cfg.HEADS + first_head + o_row // tile_cfg.FUSED_COMBINE_ROWS)
     p_row = (
         SPLIT_WORKSPACE
         + (partial_slots.to(gl.int64) * cfg.BLOCK_M + o_row % tile_cfg.FUSED_COMBINE_ROWS) * cfg.PARTIAL_COLUMNS
     )
     stride_partial = range_step.to(gl.int64) * (2 * cfg.HEADS * cfg.BLOCK_M * cfg.PARTIAL_COLUMNS)
     row_max, row_sum, acc_o = load_partial_max_sum_and_acc(
-        p_row + gl.where(lead_range == first_range, cfg.BLOCK_M * cfg.PARTIAL_COLUMNS, 0), o_d, cfg
+        p_row + gl.where(combine_first_range == tile_first_range, cfg.BLOCK_M * cfg.PARTIAL_COLUMNS, 0), o_d, cfg
     )
     partials = load_partials_clamped(p_row, o_d, 1, num_partials, stride_partial, cfg, tile_cfg)
     for i in range(1, num_partials, tile_cfg.FUSED_COMBINE_SPLITS):
@@ -211,7 +209,8 @@ def combine_partials(
 
 @gluon.jit
 def store_combined_partial(
-    SPLIT_WORKSPACE, lead_range, first_range, row_max, row_sum, acc_o, i_column_block, first_head, num_rows_left,
+    SPLIT_WORKSPACE, combine_first_range, tile_first_range, row_max, row_sum, acc_o, i_column_block, first_head,
+    num_rows_left,
     cfg: gl.constexpr, tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Stores the result of the first level to the slot of its first split."""
@@ -221,9 +220,9 @@ def store_combined_partial(
         0, tile_cfg.FUSED_COMBINE_COLUMNS, gl.SliceLayout(0, L)
     )
     row_in_tile = o_row % tile_cfg.FUSED_COMBINE_ROWS
-    partial_slots = 2 * (lead_range * cfg.HEADS + first_head + o_row // tile_cfg.FUSED_COMBINE_ROWS) + gl.where(
-        lead_range == first_range, 1, 0
-    )
+    partial_slots = 2 * (
+        combine_first_range * cfg.HEADS + first_head + o_row // tile_cfg.FUSED_COMBINE_ROWS
+    ) + gl.where(combine_first_range == tile_first_range, 1, 0)
     p_partial = SPLIT_WORKSPACE + (partial_slots.to(gl.int64) * cfg.BLOCK_M + row_in_tile) * cfg.PARTIAL_COLUMNS
     thread_barrier()  # all threads have read the slot
     gl.store(p_partial[:, None] + o_d[None, :], acc_o, mask=(row_in_tile < num_rows_left)[:, None])
@@ -248,13 +247,13 @@ q_begin,
     q_heads = query_heads_of_rows(kv_heads, q_row, cfg, tile_cfg)
     tokens = (q_begin + q_row // cfg.GROUP).to(gl.int64)
     v_scale = load_scale_per_head(
-        scales.v_scale, scales.V_SCALE, kv_heads // tile_cfg.COLUMN_PARTS, cfg.HAS_V_SCALE, cfg.V_SCALE_STRIDE
+        scales.v_scale, scales.V_SCALE, kv_heads // tile_cfg.HEAD_DIM_PARTS, cfg.HAS_V_SCALE, cfg.V_SCALE_STRIDE
     ) * (scales.out_scale * cfg.V_RESIDUAL_SCALE)
     acc_scale, lse = finalize_softmax(row_max, row_sum, v_scale, tensors.SINKS, q_heads, m_row, cfg)
     packed_column = o_d % cfg.BLOCK_DV
     p_row = OUT + tokens * strides.out_t + q_heads * strides.out_h
-    if tile_cfg.COLUMN_PARTS > 1:
-        p_row += kv_heads % tile_cfg.COLUMN_PARTS * cfg.DV
+    if tile_cfg.HEAD_DIM_PARTS > 1:
+        p_row += kv_heads % tile_cfg.HEAD_DIM_PARTS * cfg.DV
     p_out = p_row[:, None] + (cfg.PACK * packed_column + o_d // cfg.BLOCK_DV)[None, :]
     gl.store(
         p_out,
@@ -272,27 +271,31 @@ def arrive_and_combine_if_last(
 ):  # fmt: skip
     """Combines the splits of a work tile, if this CTA's, already in its slot, is the last to arrive.
 
-    maybe_uninit_counter_value: by `fetch_split_counter_value`
+    maybe_uninit_counter_value: by `load_maybe_uninit_split_counter`
     """
-    SPLIT_WORKSPACE, first_range, num_splits, row_begin = (
-        tensors.SPLIT_WORKSPACE, split_tile.first_range, split_tile.num_splits, work_tile.m_block * cfg.BLOCK_M,
+    SPLIT_WORKSPACE, tile_first_range, num_splits, row_begin = (
+        tensors.SPLIT_WORKSPACE, split_tile.tile_first_range, split_tile.num_splits, work_tile.m_block * cfg.BLOCK_M,
     )  # fmt: skip
     num_rows_left = work_tile.num_q_rows * cfg.GROUP - row_begin
     fan_in = first_level_fan_in(num_splits)
-    lead_range = first_range + (split_tile.i_range - first_range) // fan_in * fan_in
-    range_step, num_partials = gl.minimum(fan_in, 1), gl.minimum(fan_in, first_range + num_splits - lead_range)
-    p_counter = split_counter_ptr(SPLIT_WORKSPACE, 0, lead_range, first_range, cfg, tile_cfg)
+    combine_first_range = tile_first_range + (split_tile.i_range - tile_first_range) // fan_in * fan_in
+    range_step, num_partials = (
+        gl.minimum(fan_in, 1),
+        gl.minimum(fan_in, tile_first_range + num_splits - combine_first_range),
+    )
+    p_counter = split_counter_ptr(SPLIT_WORKSPACE, 0, combine_first_range, tile_first_range, cfg, tile_cfg)
     is_last = arrive_inc_and_count_earlier(p_counter, maybe_uninit_counter_value) == num_partials - 1
     # One iteration per level.
     while is_last:
-        reset_counter(p_counter)
+        gl.store(p_counter, COUNTER_ZERO)  # all have arrived
         is_complete = range_step * num_partials >= num_splits
-        p_counter = split_counter_ptr(SPLIT_WORKSPACE, 1, first_range, first_range, cfg, tile_cfg)
+        p_counter = split_counter_ptr(SPLIT_WORKSPACE, 1, tile_first_range, tile_first_range, cfg, tile_cfg)
         if not is_complete:
-            maybe_uninit_counter_value = fetch_counter_value(p_counter)
+            maybe_uninit_counter_value = load_maybe_uninit_counter(p_counter)
         for i_column_block in gl.static_range(gl.constexpr(cfg.PACK * cfg.BLOCK_DV // tile_cfg.FUSED_COMBINE_COLUMNS)):
-            row_max, row_sum, acc_o = combine_partials(
-                SPLIT_WORKSPACE, lead_range, first_range, range_step, num_partials, i_column_block, first_head, cfg,
+            row_max, row_sum, acc_o = load_and_combine_partials(
+                SPLIT_WORKSPACE, combine_first_range, tile_first_range, range_step, num_partials, i_column_block,
+                first_head, cfg,
                 tile_cfg,
             )  # fmt: skip
             if is_complete:
@@ -302,12 +305,13 @@ def arrive_and_combine_if_last(
                 )  # fmt: skip
             else:
                 store_combined_partial(
-                    SPLIT_WORKSPACE, lead_range, first_range, row_max, row_sum, acc_o, i_column_block, first_head,
+                    SPLIT_WORKSPACE, combine_first_range, tile_first_range, row_max, row_sum, acc_o, i_column_block,
+                    first_head,
                     num_rows_left, cfg, tile_cfg,
                 )  # fmt: skip
         is_last = not is_complete
         if is_last:
-            range_step, lead_range = fan_in, first_range
+            range_step, combine_first_range = fan_in, tile_first_range
             num_partials = (num_splits + fan_in - 1) // fan_in
             is_last = arrive_inc_and_count_earlier(p_counter, maybe_uninit_counter_value) == num_partials - 1
 
@@ -334,10 +338,10 @@ def combine_kernel(
         num_q_rows = tl.load(CU_SEQLENS_Q + i_request + 1).to(tl.int32) - q_begin
     else:
         q_begin, num_q_rows = i_request * cfg.MAX_SEQLEN_Q, cfg.MAX_SEQLEN_Q
-    num_splits, first_range = 0, 0
+    num_splits, tile_first_range = 0, 0
     if m_block * cfg.BLOCK_M < num_q_rows * cfg.GROUP:
         SPLIT_METADATA = split_metadata_ptr(SPLIT_WORKSPACE, num_ranges * cfg.HEADS, cfg) + 2 * i_work_tile
-        num_splits, first_range = tl.load(SPLIT_METADATA), tl.load(SPLIT_METADATA + 1)
+        num_splits, tile_first_range = tl.load(SPLIT_METADATA), tl.load(SPLIT_METADATA + 1)
     if num_splits > 1:
         CHUNKS: tl.constexpr = cfg.PACK * cfg.BLOCK_DV // tile_cfg.COMBINE_COLUMNS
         o_row = i_column_block // CHUNKS * tile_cfg.COMBINE_ROWS + tl.arange(0, tile_cfg.COMBINE_ROWS)
@@ -352,25 +356,27 @@ def combine_kernel(
         for i in range(0, num_splits, tile_cfg.COMBINE_SPLITS):
             mask = m_row[:, None] & (i + o_split < num_splits)[None, :]
             partial_slots = (
-                2 * ((first_range + i + o_split)[None, :] * cfg.HEADS + kv_heads[:, None])
+                2 * ((tile_first_range + i + o_split)[None, :] * cfg.HEADS + kv_heads[:, None])
                 + tl.where(i + o_split == 0, 1, 0)[None, :]
             )
             row_max, row_sum, acc_o = accumulate_splits(
                 row_max, row_sum, acc_o, SPLIT_WORKSPACE, partial_slots, row_in_tile, o_d, mask, cfg
             )
-        q_heads = (kv_heads // tile_cfg.COLUMN_PARTS * cfg.GROUP + q_row % cfg.GROUP).to(tl.int64)
+        q_heads = (kv_heads // tile_cfg.HEAD_DIM_PARTS * cfg.GROUP + q_row % cfg.GROUP).to(tl.int64)
         tokens = (q_begin + q_row // cfg.GROUP).to(tl.int64)
         v_scales = v_scale + tl.full([tile_cfg.COMBINE_ROWS], 0.0, tl.float32)
         if cfg.HAS_V_SCALE:
-            v_scales = tl.load(V_SCALE + kv_heads // tile_cfg.COLUMN_PARTS * cfg.V_SCALE_STRIDE, mask=m_row, other=0.0)
+            v_scales = tl.load(
+                V_SCALE + kv_heads // tile_cfg.HEAD_DIM_PARTS * cfg.V_SCALE_STRIDE, mask=m_row, other=0.0
+            )
         v_out_scale = v_scales * portable.load_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
         acc_scale, lse = portable.finalize_softmax(
             row_max, row_sum, v_out_scale * cfg.V_RESIDUAL_SCALE, SINKS, q_heads, m_row, cfg
         )
         packed_column = o_d % cfg.BLOCK_DV
         o_row_out = tokens * stride_out_t + q_heads * stride_out_h
-        if tile_cfg.COLUMN_PARTS > 1:
-            o_row_out += kv_heads % tile_cfg.COLUMN_PARTS * cfg.DV
+        if tile_cfg.HEAD_DIM_PARTS > 1:
+            o_row_out += kv_heads % tile_cfg.HEAD_DIM_PARTS * cfg.DV
         p_out = OUT + o_row_out[:, None] + (cfg.PACK * packed_column + o_d // cfg.BLOCK_DV)[None, :]
         tl.store(
             p_out,

@@ -38,12 +38,12 @@ class TileConfig(NamedTuple):
 MAX_PART_COLUMNS = 256  # an accumulator of more columns does not fit in a warp's registers
 
 
-def in_column_parts(f: SimpleNamespace) -> SimpleNamespace:
-    """Returns the facts and `column_parts`, into which the columns of a wide head are divided, each part of other
+def facts_with_head_dim_parts(f: SimpleNamespace) -> SimpleNamespace:
+    """Returns the facts and `head_dim_parts`, into which the columns of a wide head are divided, each part of other
     warps. Each counts as a head; token scales, and strides of heads, stay those of heads."""
     parts = 2 if f.q.shape[2] == f.out.shape[2] == 2 * MAX_PART_COLUMNS else 1
     if parts == 1:
-        return SimpleNamespace(**vars(f), column_parts=1)
+        return SimpleNamespace(**vars(f), head_dim_parts=1)
 
     def divided(x: Any) -> Any:
         *outer, heads, width = x.shape
@@ -57,7 +57,7 @@ def in_column_parts(f: SimpleNamespace) -> SimpleNamespace:
     for name, fmt in zip(("k_scale_cache", "v_scale_cache"), pair_of(f), strict=True):
         if fmt.scale == BLOCK:
             changed[name] = divided_block_scales(getattr(f, name))
-    return SimpleNamespace(**vars(f) | changed, column_parts=parts)
+    return SimpleNamespace(**vars(f) | changed, head_dim_parts=parts)
 
 
 def num_query_rows(f: SimpleNamespace) -> int:
@@ -71,7 +71,7 @@ def max_small_m_rows(f: SimpleNamespace) -> int:
     int4 follows the measurements of nvfp4.
     """
     k, v = pair_of(f)
-    if k != v or not uses_converter_warpgroup(f):
+    if k != v or not uses_rows_64_kernel(f):
         return SMALL_M_ROWS
     if has_4bit_codes(f):
         return SMALL_M_ROWS if _takes_32_rows_per_warp(f) else SMALL_M_ROWS_4BIT
@@ -100,7 +100,7 @@ def has_4bit_codes(f: SimpleNamespace) -> bool:
     return any(fmt.values_per_element > 1 for fmt in pair_of(f))
 
 
-def kv_row_bytes(f: SimpleNamespace) -> int:
+def smem_bytes_per_key(f: SimpleNamespace) -> int:
     """Returns the bytes of a key and its value in shared memory, stored scales included."""
     (k, v), (d, dv) = pair_of(f), padded_head_dims(f)
     return k.row_bytes(d) + v.row_bytes(dv)
@@ -126,7 +126,7 @@ def _num_cache_keys(f: SimpleNamespace) -> int:
     return f.page_table.shape[0] * f.page_table.shape[1] * f.k_cache.shape[1]
 
 
-def uses_converter_warpgroup(f: SimpleNamespace) -> bool:
+def uses_rows_64_kernel(f: SimpleNamespace) -> bool:
     """Returns whether rows_64 takes these heads: two fp16 tiles each of K and V fit; else shared_tiles does."""
     d, dv = padded_head_dims(f)
     return d == dv <= 128
@@ -139,7 +139,7 @@ def choose_block_m(f: SimpleNamespace) -> int:
 
 def choose_heads_per_cta(f: SimpleNamespace, max_heads: int = 4) -> int:
     """Returns the KV heads of a CTA, or twice as many parts of them."""
-    return next(n for n in (8, 4, 2, 1) if n <= max_heads * f.column_parts and f.k_cache.shape[2] % n == 0)
+    return next(n for n in (8, 4, 2, 1) if n <= max_heads * f.head_dim_parts and f.k_cache.shape[2] % n == 0)
 
 
 # 64 × 8K: 249 µs, 64 × 1K: 37.3, 256 × 1K: 138, 256 × 8K: 947, 1 × 8K: 10.3, 1 × 128K: 67.6
@@ -174,23 +174,23 @@ def choose_tile_config(f: SimpleNamespace) -> TileConfig:
     if (fmt.storage.itemsize == 2 and max_dim > 64) or (has_padded_head_dims(f) and max_dim > 128):
         tile_config = tile_config._replace(block_n=32)
     if is_large_m(f):
-        return _rows_64_config(f, block_m) if uses_converter_warpgroup(f) else _shared_tiles_config(f, block_m)
-    if block_m > 16 and tile_config.producer_warp and uses_converter_warpgroup(f):
+        return _rows_64_config(f, block_m) if uses_rows_64_kernel(f) else _shared_tiles_config(f, block_m)
+    if block_m > 16 and tile_config.producer_warp and uses_rows_64_kernel(f):
         tile_config = _TILES_32_ROWS_4BIT
     elif block_m > 16:
-        heads = max(1, 128 // block_m // f.column_parts)
+        heads = max(1, 128 // block_m // f.head_dim_parts)
         tile_config = _TILES_32_ROWS._replace(warps_per_head=block_m // 16, heads_per_cta=heads)
     elif tile_config.ctas_per_sm > 2 and max_dim * block_m > 1024:  # twice the accumulators
         tile_config = tile_config._replace(ctas_per_sm=2, max_registers=255)
     if block_m == 16 and max_dim > 128:
-        max_heads = (2 if fmt.storage.itemsize == 2 else 4) // f.column_parts
+        max_heads = (2 if fmt.storage.itemsize == 2 else 4) // f.head_dim_parts
         tile_config = _with_two_warps_per_head(tile_config, max_heads, choose_heads_per_cta(f))
-    if f.column_parts > 1:
-        tile_config = _in_column_parts_config(f, tile_config)
+    if f.head_dim_parts > 1:
+        tile_config = _with_head_dim_parts(f, tile_config)
     heads = choose_heads_per_cta(f, tile_config.heads_per_cta)
-    bytes_per_key = kv_row_bytes(f) * heads
+    bytes_per_key = smem_bytes_per_key(f) * heads
     limit, max_block_n = (
-        launch.shared_memory(f) // tile_config.ctas_per_sm - 2048 - column_scales_smem_bytes(f, heads),
+        launch.shared_memory_bytes_per_cta(f) // tile_config.ctas_per_sm - 2048 - column_scales_smem_bytes(f, heads),
         tile_config.block_n,
     )
     while tile_config.block_n > 16 and tile_config.num_stages * tile_config.block_n * bytes_per_key > limit:
@@ -232,7 +232,7 @@ def _with_two_warps_per_head(tile_config: TileConfig, max_heads_per_cta: int, nu
     )
 
 
-def _in_column_parts_config(f: SimpleNamespace, tile_config: TileConfig) -> TileConfig:
+def _with_head_dim_parts(f: SimpleNamespace, tile_config: TileConfig) -> TileConfig:
     """Returns the configuration for heads in column parts: two heads per CTA, or four where token scales of two are no
     multiple of 16 bytes.
 
@@ -257,7 +257,9 @@ def _shared_tiles_config(f: SimpleNamespace, block_m: int) -> TileConfig:
     fixed_bytes = 2 * (query_rows * d + tile_config.block_n * (d + dv)) + 4096 + column_scales_smem_bytes(f, 1)
     stage_bytes = tile_config.block_n * (fmt.code_bytes(d) + fmt.code_bytes(dv))
     return tile_config._replace(
-        num_stages=max(2, min(6, (launch.shared_memory(f) // tile_config.ctas_per_sm - fixed_bytes) // stage_bytes))
+        num_stages=max(
+            2, min(6, (launch.shared_memory_bytes_per_cta(f) // tile_config.ctas_per_sm - fixed_bytes) // stage_bytes)
+        )
     )
 
 
@@ -266,7 +268,9 @@ def _rows_64_config(f: SimpleNamespace, block_m: int) -> TileConfig:
     fmt, d = kv_format(f.format), f.q.shape[2]
     ctas_per_sm = 128 // block_m
     # 1 KB of a CTA is the driver's; mbarriers, and stored scales of four n_blocks.
-    smem_bytes = (launch.shared_memory(f) + 1024) // ctas_per_sm - 1536 - (4096 if fmt.scale == TOKEN_HEAD else 0)
+    smem_bytes = (
+        (launch.shared_memory_bytes_per_cta(f) + 1024) // ctas_per_sm - 1536 - (4096 if fmt.scale == TOKEN_HEAD else 0)
+    )
     smem_bytes -= column_scales_smem_bytes(f, 1)
     stage_bytes, converted_stage_bytes = 2 * 64 * fmt.code_bytes(d), 2 * 64 * d
     converted_stages = 4 if smem_bytes - 4 * converted_stage_bytes >= 3 * stage_bytes else 3
@@ -288,11 +292,15 @@ def num_prefetched_query_stages(f: SimpleNamespace, tile_config: TileConfig, hea
     if tile_config.shared_tiles or block_m > 8 or has_4bit_codes(f) or has_padded_head_dims(f) or not is_aligned:
         return 0
     smem_bytes = (
-        tile_config.num_stages * tile_config.block_n * heads_per_cta * kv_row_bytes(f)
+        tile_config.num_stages * tile_config.block_n * heads_per_cta * smem_bytes_per_key(f)
         + (tile_config.num_stages - 1) * heads_per_cta * block_m * d * f.q.dtype.itemsize
     )
     smem_bytes += column_scales_smem_bytes(f, heads_per_cta)
-    return tile_config.num_stages - 1 if smem_bytes <= launch.shared_memory(f) // tile_config.ctas_per_sm - 1024 else 0
+    return (
+        tile_config.num_stages - 1
+        if smem_bytes <= launch.shared_memory_bytes_per_cta(f) // tile_config.ctas_per_sm - 1024
+        else 0
+    )
 
 
 def choose_combine_rows_splits_columns(num_splits: int, num_rows: int, columns: int) -> tuple[int, int, int]:

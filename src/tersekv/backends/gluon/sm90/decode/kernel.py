@@ -7,8 +7,9 @@ A CTA has HEADS_PER_CTA × WARPS_PER_HEAD warps for HEADS_PER_CTA KV heads and p
 n_block of its work tile. Warps synchronize only before a stage is refilled: the MMAs are mma.sync, whose operands each
 warp holds itself (`layouts`). With LARGE_M a CTA has one head, whose rows share the dequantized tiles (`shared_tiles`).
 
-Mask: `compute_masked_log2_scores_of_mma_tile`. Free stage: the barrier before `copy_kv_block` in `decode_kernel`.
-Rescale: `mainloop_step` or `mainloop_step_lazy_rescale`. Combine: `combine`. With LARGE_M: see `shared_tiles`.
+Mask: `compute_masked_log2_scores_of_mma_tile`. Free stage: the barrier before `start_kv_block_copies` in
+`decode_kernel`. Rescale: `mainloop_step` or `mainloop_step_lazy_rescale`. Combine: `combine`. With LARGE_M: see
+`shared_tiles`.
 
 SPLIT_WORKSPACE: two slots per CTA range and head, for the split work tile it begins with (even) and the one it ends
 with (odd). SPLIT_METADATA: the number of splits of each work tile and its first CTA range.
@@ -23,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from ...versions import thread_barrier
-from ..parts.combine import count_splits, split_metadata_ptr
+from ..parts.combine import num_splits_of_tile, split_metadata_ptr
 from ..parts.dequant import (
     INT4_ODD_SCALE,
     convert_k_codes_to_mma_operands,
@@ -36,7 +37,7 @@ from ..parts.dequant import (
     log2_and_reciprocal,
     mma_dtype,
 )
-from ..parts.epilogue import cast_output, finalize_softmax, zero_padding_rows
+from ..parts.epilogue import cast_output, finalize_softmax, store_empty_output_of_padding_rows
 from ..parts.hadamard import (
     allocate_smem_column_scales,
     load_k_and_v_column_scales,
@@ -52,9 +53,14 @@ from ..parts.online_softmax import (
     rescale_if_flagged,
 )
 from ..parts.pipeline import allocate_full_barriers, pdl_launch_dependents, pdl_wait, wait_copies
-from ..parts.tile_scheduler import advance_to_request_of_block, assign_equal_cta_range, load_request_shape, work_tile_at
+from ..parts.tile_scheduler import (
+    advance_to_request_of_block,
+    assign_equal_cta_range,
+    load_request_shape,
+    make_work_tile_at_block,
+)
 from . import shared_tiles as large_m
-from .combine import SplitWorkTile, arrive_and_combine_if_last, fetch_split_counter_value
+from .combine import SplitWorkTile, arrive_and_combine_if_last, load_maybe_uninit_split_counter
 from .layouts import (
     k_load_layout,
     k_to_mma_operand,
@@ -65,7 +71,7 @@ from .layouts import (
     mma_layout,
     padded_column_offset_of_heads,
     query_heads_of_rows,
-    sum_over_column_parts,
+    sum_scores_over_head_dim_parts,
     transpose_p_to_mma_operand,
     zero_neighbor_head_columns_of_k,
 )
@@ -75,13 +81,13 @@ from .producer import (
     advance_prefetch_position,
     allocate_smem_kv,
     allocate_smem_prefetched_q,
-    copy_kv_block,
     init_prefetch_position,
     load_query_operands_and_q_scales,
     num_scale_copies,
     prefetch_query_at_tile_begin_and_count,
     smem_codes_of_mma_tile,
     smem_scales_of_mma_tile,
+    start_kv_block_copies,
     wait_and_load_prefetched_query_operands,
 )
 from .shared_tiles import store_output_and_lse_of_head, store_partial_of_head
@@ -179,7 +185,7 @@ mask_args,
         s = s * score_scales[:, None, :] * token_scales[:, :, None]
     else:
         s = s * score_scales[:, None, :]
-    s = sum_over_column_parts(s, tile_cfg)
+    s = sum_scores_over_head_dim_parts(s, tile_cfg)
     if cfg.HAS_SOFTCAP:
         s = apply_softcap_to_log2_scores(s, softcap)
     # Mask.
@@ -486,8 +492,8 @@ def store_output_and_lse(
     )
     o_d = packed_output_columns(first_head, cfg, tile_cfg)
     p_row = OUT + tokens * strides.out_t + q_heads * strides.out_h
-    if tile_cfg.COLUMN_PARTS > 1:
-        p_row += (kv_heads % tile_cfg.COLUMN_PARTS * cfg.DV)[:, None]
+    if tile_cfg.HEAD_DIM_PARTS > 1:
+        p_row += (kv_heads % tile_cfg.HEAD_DIM_PARTS * cfg.DV)[:, None]
     p_out = p_row[:, None, :] + cfg.PACK * o_d
     for j in gl.static_range(gl.constexpr(cfg.PACK)):
         gl.store(
@@ -572,9 +578,9 @@ def decode_kernel(
     if tile_cfg.FUSED_COMBINE_ROWS > 0:
         pdl_launch_dependents()
     if cfg.VARLEN_Q:
-        zero_padding_rows(
+        store_empty_output_of_padding_rows(
             OUT, LSE, gl.load(CU_SEQLENS_Q + B).to(gl.int32), T, i_cta, gl.num_programs(0), stride_out_t, stride_out_h,
-            stride_lse_t, stride_lse_h, cfg, tile_cfg.COLUMN_PARTS,
+            stride_lse_t, stride_lse_h, cfg, tile_cfg.HEAD_DIM_PARTS,
         )  # fmt: skip
     column_scales = load_k_and_v_column_scales(
         (K_SIGNS, V_SIGNS), (K_CHANNEL_SCALES, V_CHANNEL_SCALES), first_head, cfg, tile_cfg
@@ -598,7 +604,7 @@ def decode_kernel(
                     tensors, strides, smem_prefetched_q, num_prefetched_q, prefetch_pos, block_end, first_head,
                     i_prefetch == 0, cfg, tile_cfg,
                 )  # fmt: skip
-            copy_kv_block(
+            start_kv_block_copies(
                 prefetch_pos, i_prefetch, full_barriers, tensor_maps, smem_kv, first_head, block_end, cfg, tile_cfg
             )
             prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg, tile_cfg)
@@ -611,7 +617,7 @@ def decode_kernel(
                 gl.SliceLayout(1, gl.SliceLayout(1, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD))),
                 tile_cfg,
             )
-            heads = heads // tile_cfg.COLUMN_PARTS
+            heads = heads // tile_cfg.HEAD_DIM_PARTS
         score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E
         scales = CallScales(
             score_scale, k_scale, K_SCALE, v_scale, V_SCALE, load_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE),
@@ -630,7 +636,7 @@ def decode_kernel(
             i_request, n_block_base, request = advance_to_request_of_block(
                 SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
             )
-            work_tile = work_tile_at(block, block_end, i_request, n_block_base, request)
+            work_tile = make_work_tile_at_block(block, block_end, i_request, n_block_base, request)
             row_begin = work_tile.m_block * cfg.BLOCK_M
             mask_args = MaskArgs(
                 work_tile.num_keys, work_tile.num_q_rows, row_begin, work_tile.q_begin, MASK, stride_mask_t
@@ -640,9 +646,9 @@ def decode_kernel(
             if tile_cfg.FUSED_COMBINE_ROWS > 0:
                 first_range = (n_block_base + work_tile.m_block * work_tile.num_n_blocks) // cta_range.blocks_per_range
                 split_tile = SplitWorkTile(
-                    i_range, first_range, count_splits(work_tile, cta_range.blocks_per_range, first_range)
+                    i_range, first_range, num_splits_of_tile(work_tile, cta_range.blocks_per_range, first_range)
                 )
-                maybe_uninit_counter_value = fetch_split_counter_value(SPLIT_WORKSPACE, split_tile, cfg, tile_cfg)
+                maybe_uninit_counter_value = load_maybe_uninit_split_counter(SPLIT_WORKSPACE, split_tile, cfg, tile_cfg)
             # Query, then the main loop.
             if tile_cfg.LARGE_M:
                 score_scales = head_score_scales * large_m.store_query_to_smem_and_return_q_scales(
@@ -678,7 +684,7 @@ def decode_kernel(
                             tensors, strides, smem_prefetched_q, num_prefetched_q, prefetch_pos, block_end,
                             first_head, False, cfg, tile_cfg,
                         )  # fmt: skip
-                    copy_kv_block(
+                    start_kv_block_copies(
                         prefetch_pos, iter + tile_cfg.STAGES - 1, full_barriers, tensor_maps, smem_kv, first_head,
                         block_end, cfg, tile_cfg,
                     )  # fmt: skip
@@ -702,7 +708,8 @@ def decode_kernel(
             is_unsplit = work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks
             if (tile_cfg.FUSED_COMBINE_ROWS == 0) & (work_tile.n_block_begin == 0):
                 p_metadata = work_tile_metadata_ptr(tensors.SPLIT_METADATA, work_tile, cta_range.head_group, tile_cfg)
-                store_split_metadata(p_metadata, count_splits(work_tile, cta_range.blocks_per_range, i_range), i_range)
+                num_splits = num_splits_of_tile(work_tile, cta_range.blocks_per_range, i_range)
+                store_split_metadata(p_metadata, num_splits, i_range)
             partial_slot = 2 * (i_range * cfg.HEADS + first_head) + gl.where(work_tile.n_block_begin == 0, 1, 0)
             if tile_cfg.LARGE_M:
                 ROW: gl.constexpr = state.row_max.type.layout

@@ -13,9 +13,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...versions import thread_barrier
-from ..parts.combine import count_splits, split_metadata_ptr
+from ..parts.combine import num_splits_of_tile, split_metadata_ptr
 from ..parts.dequant import load_scale, load_scale_per_head
-from ..parts.epilogue import zero_padding_rows
+from ..parts.epilogue import store_empty_output_of_padding_rows
 from ..parts.hadamard import (
     allocate_smem_column_scales,
     load_k_and_v_column_scales,
@@ -29,7 +29,7 @@ from ..parts.tile_scheduler import (
     advance_to_request_of_block,
     assign_rounded_cta_range,
     load_request_shape,
-    work_tile_at,
+    make_work_tile_at_block,
 )
 from .kernel import (
     AttentionTensors,
@@ -53,10 +53,10 @@ from .producer import (
     TensorMaps,
     advance_prefetch_position,
     allocate_smem_kv,
-    copy_kv_tile,
-    copy_scale_tile,
     init_prefetch_position,
     load_query_operands_and_q_scales,
+    start_code_tile_copy,
+    start_scale_tile_copy,
 )
 
 # ---- producer warp ----
@@ -87,21 +87,21 @@ def producer(
             page_slot = (
                 n_block * cfg.BLOCK_N + i * (tile_cfg.KEYS_PER_BUFFER // tile_cfg.COPIES_PER_BUFFER)
             ) % cfg.PAGE
-            copy_kv_tile(
+            start_code_tile_copy(
                 tensor_maps.K, smem_kv.k[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy, page_id, first_head,
                 page_slot, True, cfg.K_ROWS_PER_PAGE, tile_cfg,
             )  # fmt: skip
             if tile_cfg.K.SCALE_COPY_BYTES > 0:
-                copy_scale_tile(
+                start_scale_tile_copy(
                     tensor_maps.K_SCALES, smem_kv.k_scales[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy,
                     page_id, first_head, page_slot, True, False, tile_cfg,
                 )  # fmt: skip
-            copy_kv_tile(
+            start_code_tile_copy(
                 tensor_maps.V, smem_kv.v[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy, page_id, first_head,
                 page_slot, True, cfg.V_ROWS_PER_PAGE, tile_cfg,
             )  # fmt: skip
             if tile_cfg.V.SCALE_COPY_BYTES > 0:
-                copy_scale_tile(
+                start_scale_tile_copy(
                     tensor_maps.V_SCALES, smem_kv.v_scales[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy,
                     page_id, first_head, page_slot, True, True, tile_cfg,
                 )  # fmt: skip
@@ -127,7 +127,7 @@ def consumer(
         gl.SliceLayout(1, gl.SliceLayout(1, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD))),
         tile_cfg,
     )
-    heads = heads // tile_cfg.COLUMN_PARTS
+    heads = heads // tile_cfg.HEAD_DIM_PARTS
     head_score_scales = scales.score_scale * load_scale_per_head(
         scales.k_scale, scales.K_SCALE, heads, cfg.HAS_K_SCALE, cfg.K_SCALE_STRIDE
     )
@@ -142,7 +142,7 @@ def consumer(
         i_request, n_block_base, request = advance_to_request_of_block(
             SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
         )
-        work_tile = work_tile_at(block, block_end, i_request, n_block_base, request)
+        work_tile = make_work_tile_at_block(block, block_end, i_request, n_block_base, request)
         row_begin = work_tile.m_block * cfg.BLOCK_M
         # Query: 32 rows stay in shared memory.
         q, q_scales = load_query_operands_and_q_scales(
@@ -183,7 +183,7 @@ def consumer(
         if tile_cfg.V.ROTATION.ENABLED:
             state = unrotate_and_scale_acc(state, smem_column_scales, cfg, tile_cfg)
         if work_tile.n_block_begin == 0:
-            num_splits = count_splits(work_tile, cta_range.blocks_per_range, cta_range.i_range)
+            num_splits = num_splits_of_tile(work_tile, cta_range.blocks_per_range, cta_range.i_range)
             p_metadata = work_tile_metadata_ptr(tensors.SPLIT_METADATA, work_tile, cta_range.head_group, tile_cfg)
             store_split_metadata(p_metadata, num_splits, cta_range.i_range)
         if work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
@@ -224,9 +224,9 @@ def decode_producer_warp_kernel(
     # Wait for the previous kernel; then padding, and this CTA's range.
     pdl_wait()
     if cfg.VARLEN_Q:
-        zero_padding_rows(
+        store_empty_output_of_padding_rows(
             OUT, LSE, gl.load(CU_SEQLENS_Q + B).to(gl.int32), T, i_cta, gl.num_programs(0), stride_out_t, stride_out_h,
-            stride_lse_t, stride_lse_h, cfg, tile_cfg.COLUMN_PARTS,
+            stride_lse_t, stride_lse_h, cfg, tile_cfg.HEAD_DIM_PARTS,
         )  # fmt: skip
     column_scales = load_k_and_v_column_scales(
         (K_SIGNS, V_SIGNS), (K_CHANNEL_SCALES, V_CHANNEL_SCALES), head_group * tile_cfg.HEADS_PER_CTA, cfg, tile_cfg

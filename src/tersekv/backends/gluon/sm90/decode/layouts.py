@@ -215,14 +215,14 @@ def load_query_fragment(smem_q, I_OPERAND: gl.constexpr, cfg: gl.constexpr, tile
 
 
 # ---- heads in column parts ----
-# A head of more than 256 columns is COLUMN_PARTS heads of fewer, each a warp's (or WARPS_PER_HEAD warps'), that see the
-# same keys. What they have in common: the scores, which are sums over the parts, and scales of the head.
+# A head of more than 256 columns is HEAD_DIM_PARTS heads of fewer, each a warp's (or WARPS_PER_HEAD warps'), that see
+# the same keys. What they have in common: the scores, which are sums over the parts, and scales of the head.
 
 
 @gluon.jit
-def sum_over_column_parts(s, tile_cfg: gl.constexpr):
+def sum_scores_over_head_dim_parts(s, tile_cfg: gl.constexpr):
     """Returns scores [HEADS_PER_CTA, MMA_KEYS, BLOCK_M] summed over the parts of each head, for every part."""
-    PARTS: gl.constexpr = tile_cfg.COLUMN_PARTS
+    PARTS: gl.constexpr = tile_cfg.HEAD_DIM_PARTS
     if PARTS == 1:
         return s
     else:
@@ -232,7 +232,7 @@ def sum_over_column_parts(s, tile_cfg: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _by_column_part(linear, shape, PARTS):
+def _layout_by_head_dim_part(linear, shape, PARTS):
     """Returns a linear layout of [heads, keys] as one of [heads / PARTS, PARTS, keys]."""
     bases = [
         [[head // PARTS, head % PARTS, key] for head, key in found]
@@ -244,12 +244,12 @@ def _by_column_part(linear, shape, PARTS):
 @gluon.jit
 def load_token_scales(smem, LAYOUT: gl.constexpr, tile_cfg: gl.constexpr):
     """Loads the token scales of an MMA tile: [HEADS_PER_CTA, MMA_KEYS]. Parts of a head have the same."""
-    PARTS: gl.constexpr = tile_cfg.COLUMN_PARTS
+    PARTS: gl.constexpr = tile_cfg.HEAD_DIM_PARTS
     if PARTS == 1:
         return smem.load(LAYOUT)
     else:
         SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS]
-        L: gl.constexpr = _by_column_part(gl.to_linear_layout(LAYOUT, SHAPE), SHAPE, PARTS)
+        L: gl.constexpr = _layout_by_head_dim_part(gl.to_linear_layout(LAYOUT, SHAPE), SHAPE, PARTS)
         x = smem.load(gl.SliceLayout(1, L))
         x, _ = gl.broadcast(x[:, None, :], gl.full([SHAPE[0] // PARTS, PARTS, SHAPE[1]], 0, x.dtype, L))
         return gl.convert_layout(x.reshape(SHAPE), LAYOUT, assert_trivial=True)
@@ -258,7 +258,7 @@ def load_token_scales(smem, LAYOUT: gl.constexpr, tile_cfg: gl.constexpr):
 @gluon.jit
 def query_heads_of_rows(kv_heads, o_r, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the query heads of rows o_r, all heads of a group counted, of KV heads or parts of them."""
-    return (kv_heads // tile_cfg.COLUMN_PARTS * cfg.GROUP + o_r % cfg.GROUP).to(gl.int64)
+    return (kv_heads // tile_cfg.HEAD_DIM_PARTS * cfg.GROUP + o_r % cfg.GROUP).to(gl.int64)
 
 
 # ---- K and V as operands ----
@@ -267,7 +267,7 @@ def query_heads_of_rows(kv_heads, o_r, cfg: gl.constexpr, tile_cfg: gl.constexpr
 @gluon.jit
 def padded_column_offset_of_heads(kv_heads, IS_V: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the packed column of a copied row at which a head's own columns begin
-    (`tensor_maps._padded_group_heads_and_shift`)."""
+    (`tensor_maps._heads_per_padded_row_and_word_shift`)."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
     return kv_heads % SIDE.PADDED_HEADS * SIDE.HEAD_SHIFT
 

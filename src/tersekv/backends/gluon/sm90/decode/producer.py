@@ -218,7 +218,7 @@ def smem_copy_shape(tile_cfg, box, padding=1):
 
 
 @gluon.jit
-def copy_kv_tile(
+def start_code_tile_copy(
     TENSOR_MAP, smem_codes, full_barrier, i_copy, page_id, first_head, page_slot, enabled, ROWS_PER_PAGE: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
@@ -234,7 +234,7 @@ def copy_kv_tile(
             0,
             0,
         ]  # a row may hold several heads (`pack_heads_into_swizzle_128b_rows`)
-    elif len(SMEM_SHAPE) == 6:  # heads in groups (`tensor_maps._padded_group_heads_and_shift`)
+    elif len(SMEM_SHAPE) == 6:  # heads in groups (`tensor_maps._heads_per_padded_row_and_word_shift`)
         coords = [(page_id * ROWS_PER_PAGE + page_slot) // KEYS_PER_COPY, first_head // SMEM_SHAPE[-3], 0, 0, 0]
     else:
         coords = [
@@ -245,7 +245,7 @@ def copy_kv_tile(
 
 
 @gluon.jit
-def copy_scale_tile(
+def start_scale_tile_copy(
     TENSOR_MAP, smem_scales, full_barrier, i_copy, page_id, first_head, page_slot, enabled, IS_V: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
@@ -257,7 +257,7 @@ def copy_scale_tile(
     )
     KEYS_PER_COPY: gl.constexpr = tile_cfg.MMA_KEYS // tile_cfg.COPIES_PER_BUFFER
     if SIDE.SCALE_KIND == "token_head":
-        first_head = first_head // tile_cfg.COLUMN_PARTS
+        first_head = first_head // tile_cfg.HEAD_DIM_PARTS
     smem = reinterpret(smem_scales, smem_scales.dtype, SMEM_SHAPE, TENSOR_MAP.layout).index(i_copy)
     if SIDE.SCALE_SMEM_PITCH > SIDE.SCALE_COPY_BYTES:
         smem = smem.slice(0, NUM_TILES)
@@ -274,7 +274,7 @@ def copy_scale_tile(
 
 
 @gluon.jit
-def copy_kv_block(
+def start_kv_block_copies(
     prefetch_pos, iter, full_barriers, tensor_maps, smem_kv, first_head, block_end, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
@@ -296,22 +296,22 @@ def copy_kv_block(
         page_slot = (n_block * cfg.BLOCK_N + i * (tile_cfg.KEYS_PER_BUFFER // tile_cfg.COPIES_PER_BUFFER)) % cfg.PAGE
         k, k_scales = smem_kv.k[i // tile_cfg.COPIES_PER_BUFFER], smem_kv.k_scales[i // tile_cfg.COPIES_PER_BUFFER]
         v, v_scales = smem_kv.v[i // tile_cfg.COPIES_PER_BUFFER], smem_kv.v_scales[i // tile_cfg.COPIES_PER_BUFFER]
-        copy_kv_tile(
+        start_code_tile_copy(
             tensor_maps.K, k, full_barriers[0].index(stage), i_copy, page_id, first_head, page_slot, enabled,
             cfg.K_ROWS_PER_PAGE, tile_cfg,
         )  # fmt: skip
-        copy_kv_tile(
+        start_code_tile_copy(
             tensor_maps.V, v, full_barriers[1].index(stage), i_copy, page_id, first_head, page_slot, enabled,
             cfg.V_ROWS_PER_PAGE, tile_cfg,
         )  # fmt: skip
         if tile_cfg.K.SCALE_COPY_BYTES > 0:
-            copy_scale_tile(
+            start_scale_tile_copy(
                 tensor_maps.K_SCALES, k_scales, full_barriers[2].index(stage), i_copy, page_id, first_head, page_slot,
                 enabled, False, tile_cfg,
             )  # fmt: skip
         if tile_cfg.V.SCALE_COPY_BYTES > 0:
             full_barrier = full_barriers[len(full_barriers) - 1].index(stage)
-            copy_scale_tile(
+            start_scale_tile_copy(
                 tensor_maps.V_SCALES, v_scales, full_barrier, i_copy, page_id, first_head, page_slot, enabled, True,
                 tile_cfg,
             )  # fmt: skip
@@ -345,8 +345,8 @@ def query_row_ptrs(Q, strides, q_begin, kv_heads, o_r, cfg: gl.constexpr, tile_c
     parts."""
     p_token = Q + (q_begin + o_r // cfg.GROUP).to(gl.int64) * strides.q_t
     p_row = p_token + query_heads_of_rows(kv_heads, o_r, cfg, tile_cfg) * strides.q_h
-    if tile_cfg.COLUMN_PARTS > 1:
-        p_row += kv_heads % tile_cfg.COLUMN_PARTS * cfg.D
+    if tile_cfg.HEAD_DIM_PARTS > 1:
+        p_row += kv_heads % tile_cfg.HEAD_DIM_PARTS * cfg.D
     return p_row
 
 

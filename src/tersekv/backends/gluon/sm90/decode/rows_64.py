@@ -3,7 +3,8 @@
 A CTA has one KV head. The converter warpgroup starts the copies of codes, in a ring of STAGES n_blocks, and converts
 them to fp16 in a ring of CONVERTED_STAGES, once for all rows. Each consumer warpgroup processes 64 query rows (M) over
 all keys (N) with wgmma, and waits only where the converted ring is empty. Item 2 k of that ring is K of the k-th
-n_block, item 2 k + 1 its V. Columns in shared memory keep the order of the conversion (`logical_column`).
+n_block, item 2 k + 1 its V. Columns in shared memory keep the order of the conversion
+(`head_column_of_converted_column`).
 
 Mask: `lazy_softmax_step_with_p_sums`. Free stage: `producer_acquire` in `converter`. Rescale: lazy, `rescale_acc`.
 Combine: `combine_kernel`, in a second launch.
@@ -21,21 +22,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...versions import reinterpret, thread_barrier
-from ..parts.combine import count_splits, split_metadata_ptr
+from ..parts.combine import num_splits_of_tile, split_metadata_ptr
 from ..parts.dequant import (
     BLOCK_SCALE_PTX,
     convert_k_codes_to_mma_operands,
     dequant_e2m1_to_4_operands,
     exponent_and_inv_scale_of_rows,
     exponent_to_float,
+    head_column_of_converted_column,
     int4_rows_minus_zero_points_to_operands,
     int4_zero_points,
     load_scale,
     load_scale_per_head,
     log2_and_reciprocal,
-    logical_column,
 )
-from ..parts.epilogue import zero_padding_rows
+from ..parts.epilogue import store_empty_output_of_padding_rows
 from ..parts.hadamard import (
     allocate_smem_column_scales,
     load_k_and_v_column_scales,
@@ -66,16 +67,21 @@ from ..parts.pipeline import (
     stage_and_phase,
     sync_and_arrive,
 )
-from ..parts.tile_scheduler import advance_to_request_of_block, assign_equal_cta_range, load_request_shape, work_tile_at
+from ..parts.tile_scheduler import (
+    advance_to_request_of_block,
+    assign_equal_cta_range,
+    load_request_shape,
+    make_work_tile_at_block,
+)
 from .kernel import AttentionTensors, CallScales, Strides, store_split_metadata, work_tile_metadata_ptr
 from .producer import (
     PageLookup,
     TensorMaps,
     advance_prefetch_position,
     allocate_smem_kv,
-    copy_kv_block,
     init_prefetch_position,
     query_row_ptrs,
+    start_kv_block_copies,
 )
 from .shared_tiles import store_output_and_lse_of_head, store_partial_of_head
 
@@ -126,7 +132,7 @@ def packed_codes_layout(PACKED_DIM, tile_cfg):
 
 
 @gluon.constexpr_function
-def packed_codes_by_block_layout(PACKED_DIM, tile_cfg):
+def packed_codes_per_scale_block_layout(PACKED_DIM, tile_cfg):
     """Returns the same layout of 4-bit codes as [keys, blocks, 4 packed]."""
     NUM_WARPS_DOWN = min(4, tile_cfg.KEYS_PER_BUFFER // 8)
     return gl.BlockedLayout(
@@ -145,7 +151,7 @@ def load_page_id(page_table, n_block, enabled, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_scales_of_copy(SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, IS_V: gl.constexpr,
+def load_stored_k_or_v_scales_of_copy(SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, IS_V: gl.constexpr,
                         LAYOUT: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
     """Loads stored scales of K or V: fp32, or a byte for each block; 1, or 0, for invalid keys."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
@@ -183,7 +189,7 @@ def load_stored_k_and_v_scales(
     keys."""
     K_SCALES, V_SCALES = tensor_maps.K_SCALES, tensor_maps.V_SCALES
     if cfg.BLOCK_SCALES:
-        L: gl.constexpr = gl.SliceLayout(2, packed_codes_by_block_layout(cfg.PACKED_K, tile_cfg))
+        L: gl.constexpr = gl.SliceLayout(2, packed_codes_per_scale_block_layout(cfg.PACKED_K, tile_cfg))
         k, v = (), ()
         for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
             first_key, o_n = (
@@ -192,12 +198,12 @@ def load_stored_k_and_v_scales(
             )
             m_key = enabled & valid_keys_mask(first_key + o_n, num_keys, num_q_rows, cfg)
             k = k + (
-                load_scales_of_copy(
+                load_stored_k_or_v_scales_of_copy(
                     K_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, False, L, cfg, tile_cfg
                 ),
             )
             v = v + (
-                load_scales_of_copy(
+                load_stored_k_or_v_scales_of_copy(
                     V_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, True, L, cfg, tile_cfg
                 ),
             )
@@ -205,10 +211,10 @@ def load_stored_k_and_v_scales(
     elif cfg.TOKEN_SCALES:
         first_key, o_n = n_block * cfg.BLOCK_N, gl.arange(0, cfg.BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))
         m_key = enabled & valid_keys_mask(first_key + o_n, num_keys, num_q_rows, cfg)
-        k = load_scales_of_copy(
+        k = load_stored_k_or_v_scales_of_copy(
             K_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, False, None, cfg, tile_cfg
         )
-        return k, load_scales_of_copy(
+        return k, load_stored_k_or_v_scales_of_copy(
             V_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, True, None, cfg, tile_cfg
         )
     else:
@@ -270,7 +276,7 @@ def wait_and_load_packed_block(smem_codes, full_barriers, iter, enabled, cfg: gl
 def expand_block_scales(scale_bytes, PACKED_DIM: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, PACKED_DIM], in the layout of the
     codes."""
-    L3: gl.constexpr = packed_codes_by_block_layout(PACKED_DIM, tile_cfg)
+    L3: gl.constexpr = packed_codes_per_scale_block_layout(PACKED_DIM, tile_cfg)
     block_scales = gl.inline_asm_elementwise(BLOCK_SCALE_PTX, "=h,h", [scale_bytes.to(gl.int16)], gl.float16, True, 1)
     block_scales, _ = gl.broadcast(
         block_scales[:, :, None], gl.full([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM // 4, 4], 0, gl.float16, L3)
@@ -352,7 +358,9 @@ def converter(
     prefetch_pos = init_prefetch_position(page_lookup, cta_range, cfg, tile_cfg)
     # Prologue: fill the ring of codes.
     for i_prefetch in gl.static_range(gl.constexpr(tile_cfg.STAGES)):
-        copy_kv_block(prefetch_pos, i_prefetch, full_barriers, tensor_maps, smem_kv, kv_head, block_end, cfg, tile_cfg)
+        start_kv_block_copies(
+            prefetch_pos, i_prefetch, full_barriers, tensor_maps, smem_kv, kv_head, block_end, cfg, tile_cfg
+        )
         prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg, tile_cfg)
     request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, block < block_end, cfg)
     packed = wait_and_load_packed_block(smem_kv.k, full_barriers[0], iter, num_blocks > 0, cfg, tile_cfg)
@@ -361,7 +369,7 @@ def converter(
         i_request, n_block_base, request = advance_to_request_of_block(
             SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
         )
-        work_tile = work_tile_at(block, block_end, i_request, n_block_base, request)
+        work_tile = make_work_tile_at_block(block, block_end, i_request, n_block_base, request)
         num_keys, num_q_rows = request.num_keys, request.num_q_rows
         page_table = page_lookup.PAGE_TABLE + i_request.to(gl.int64) * page_lookup.stride_table_b
         n_block_end = request.first_n_block + work_tile.n_block_end
@@ -416,7 +424,7 @@ def converter(
             )
             arrive_converted_full(converted_stages, 2 * iter + 1, tile_cfg)
             # Refill the stage of codes.
-            copy_kv_block(
+            start_kv_block_copies(
                 prefetch_pos, iter + tile_cfg.STAGES, full_barriers, tensor_maps, smem_kv, kv_head, block_end, cfg,
                 tile_cfg,
             )  # fmt: skip
@@ -437,7 +445,7 @@ def load_query_fragment_and_q_scales(
     S: gl.constexpr = score_layout(cfg)
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     o_r = row_begin + gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, A))
-    o_d = logical_column(gl.arange(0, cfg.PACK * cfg.PACKED_K, gl.SliceLayout(0, A)), cfg)
+    o_d = head_column_of_converted_column(gl.arange(0, cfg.PACK * cfg.PACKED_K, gl.SliceLayout(0, A)), cfg)
     p_row = query_row_ptrs(tensors.Q, strides, work_tile.q_begin, kv_head, o_r, cfg, tile_cfg)
     x = gl.load(p_row[:, None] + o_d[None, :], mask=(o_r < work_tile.num_q_rows * cfg.GROUP)[:, None], other=0.0).to(
         gl.float32
@@ -690,7 +698,7 @@ def consumer(
         i_request, n_block_base, request = advance_to_request_of_block(
             SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
         )
-        work_tile = work_tile_at(block, block_end, i_request, n_block_base, request)
+        work_tile = make_work_tile_at_block(block, block_end, i_request, n_block_base, request)
         row_begin = work_tile.m_block * cfg.BLOCK_M + I_CONSUMER * ROWS_PER_WARPGROUP
         q, q_scales = load_query_fragment_and_q_scales(
             tensors, strides, smem_column_scales, work_tile, kv_head, row_begin, sign, cfg, tile_cfg
@@ -723,7 +731,7 @@ def consumer(
             state = unrotate_and_scale_acc(state, smem_column_scales, cfg, tile_cfg)
         o_m = gl.arange(0, ROWS_PER_WARPGROUP, ROW)
         if work_tile.n_block_begin == 0:  # all consumer warpgroups store the same
-            num_splits = count_splits(work_tile, cta_range.blocks_per_range, cta_range.i_range)
+            num_splits = num_splits_of_tile(work_tile, cta_range.blocks_per_range, cta_range.i_range)
             p_metadata = work_tile_metadata_ptr(tensors.SPLIT_METADATA, work_tile, cta_range.head_group, tile_cfg)
             store_split_metadata(p_metadata, num_splits, cta_range.i_range)
         if work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
@@ -774,7 +782,7 @@ def decode_rows_64_kernel(
     # Wait for the previous kernel; then padding, and this CTA's range.
     pdl_wait()
     if cfg.VARLEN_Q:
-        zero_padding_rows(
+        store_empty_output_of_padding_rows(
             OUT, LSE, gl.load(CU_SEQLENS_Q + B).to(gl.int32), T, i_cta, gl.num_programs(0), stride_out_t, stride_out_h,
             stride_lse_t, stride_lse_h, cfg,
         )  # fmt: skip

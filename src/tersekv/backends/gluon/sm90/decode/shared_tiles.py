@@ -3,7 +3,7 @@
 A CTA has one KV head. Rows are on M, 64 a warpgroup, keys on N; both MMAs run as wgmma. This replaces the main loop of
 `kernel` and `layouts` of small M; CTA ranges, copies and splits are the same. Threads synchronize twice per n_block: V
 is dequantized while QK runs, the next K while PV runs. Columns in shared memory keep the order of the conversion
-(`logical_column`).
+(`head_column_of_converted_column`).
 
 Heads of at most 128 columns go by `rows_64`. It cannot take 256: a thread's 255 registers do not hold the query (64)
 beside the accumulator (128) and two tiles of scores (64), and shared memory, 227 KB, does not hold that of 128 rows (64
@@ -31,14 +31,14 @@ from ..parts.dequant import (
     dequant_e2m1_to_4_operands,
     exponent_and_inv_scale_of_rows,
     exponent_to_float,
+    head_column_of_converted_column,
     log2_and_reciprocal,
-    logical_column,
 )
 from ..parts.epilogue import cast_output, finalize_softmax
 from ..parts.hadamard import scale_and_rotate_query
 from ..parts.mask import is_visible_in_block, valid_keys_mask
 from ..parts.online_softmax import SoftmaxState, apply_softcap_to_log2_scores
-from .producer import advance_prefetch_position, copy_kv_block, query_row_ptrs, smem_codes_of_mma_tile
+from .producer import advance_prefetch_position, query_row_ptrs, smem_codes_of_mma_tile, start_kv_block_copies
 
 
 class SmemOperands(NamedTuple):
@@ -72,7 +72,7 @@ def packed_codes_layout(PACKED_DIM, cfg, tile_cfg):
 
 
 @gluon.constexpr_function
-def packed_codes_by_block_layout(PACKED_DIM, cfg, tile_cfg):
+def packed_codes_per_scale_block_layout(PACKED_DIM, cfg, tile_cfg):
     """Returns the same layout of 4-bit codes as [keys, blocks, 2 halves, 2 packed]."""
     return gl.BlockedLayout(
         [1, 1, 1, 2],
@@ -140,7 +140,7 @@ def store_query_to_smem_and_return_q_scales(
     D: gl.constexpr = cfg.PACK * cfg.PACKED_K
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [tile_cfg.WARPS_PER_HEAD, 1], [1, 0])
     o_r = work_tile.m_block * cfg.BLOCK_M + gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(1, L))
-    o_d = logical_column(gl.arange(0, D, gl.SliceLayout(0, L)), cfg)
+    o_d = head_column_of_converted_column(gl.arange(0, D, gl.SliceLayout(0, L)), cfg)
     p_row = query_row_ptrs(tensors.Q, strides, work_tile.q_begin, kv_head, o_r, cfg, tile_cfg)
     x = gl.load(p_row[:, None] + o_d[None, :], mask=(o_r < work_tile.num_q_rows * cfg.GROUP)[:, None], other=0.0).to(
         gl.float32
@@ -172,7 +172,9 @@ def page_slot_and_validity_of_keys(
 
 
 @gluon.jit
-def load_scales_of_side(SCALES, page_slots, kv_head, IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def load_stored_k_or_v_scales(
+    SCALES, page_slots, kv_head, IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
+):
     """Loads the stored scales of an n_block's K or V: [BLOCK_N] fp32, or [BLOCK_N, blocks] bytes."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
     PACKED_DIM: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
@@ -198,12 +200,12 @@ def load_stored_k_and_v_scales(
         K: gl.constexpr = gl.SliceLayout(1, block_scale_layout(cfg.PACKED_K, tile_cfg))
         V: gl.constexpr = gl.SliceLayout(1, block_scale_layout(cfg.PACKED_V, tile_cfg))
         return (
-            load_scales_of_side(
+            load_stored_k_or_v_scales(
                 tensor_maps.K_SCALES,
                 page_slot_and_validity_of_keys(page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, K,
                 cfg), kv_head, False, cfg, tile_cfg,
             ),
-            load_scales_of_side(
+            load_stored_k_or_v_scales(
                 tensor_maps.V_SCALES,
                 page_slot_and_validity_of_keys(page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, V,
                 cfg), kv_head, True, cfg, tile_cfg,
@@ -213,9 +215,9 @@ def load_stored_k_and_v_scales(
         page_slots = page_slot_and_validity_of_keys(
             page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, token_scale_layout(tile_cfg), cfg
         )
-        return load_scales_of_side(
+        return load_stored_k_or_v_scales(
             tensor_maps.K_SCALES, page_slots, kv_head, False, cfg, tile_cfg
-        ), load_scales_of_side(tensor_maps.V_SCALES, page_slots, kv_head, True, cfg, tile_cfg)
+        ), load_stored_k_or_v_scales(tensor_maps.V_SCALES, page_slots, kv_head, True, cfg, tile_cfg)
     else:
         return n_block, n_block
 
@@ -227,7 +229,7 @@ def load_stored_k_and_v_scales(
 def load_and_expand_block_scales(smem_scales, PACKED_DIM: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Loads block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, PACKED_DIM], in the layout of the
     codes."""
-    L4: gl.constexpr = packed_codes_by_block_layout(PACKED_DIM, cfg, tile_cfg)
+    L4: gl.constexpr = packed_codes_per_scale_block_layout(PACKED_DIM, cfg, tile_cfg)
     scale_bytes = smem_scales.load(gl.SliceLayout(2, gl.SliceLayout(3, L4))).to(gl.int16)
     block_scales = gl.inline_asm_elementwise(BLOCK_SCALE_PTX, "=h,h", [scale_bytes], gl.float16, True, 1)
     block_scales, _ = gl.broadcast(
@@ -400,7 +402,7 @@ def mainloop(
         thread_barrier()  # V is in shared memory, K may be overwritten, and the stage is free
         acc_o = warpgroup_mma(p_operand, smem_v, acc_o, is_async=True)
         # Refill the stage; dequantize the next K, while PV runs.
-        copy_kv_block(
+        start_kv_block_copies(
             prefetch_pos, iter + tile_cfg.STAGES, full_barriers, tensor_maps, smem_kv, first_head, block_end, cfg,
             tile_cfg,
         )  # fmt: skip
@@ -436,7 +438,7 @@ def store_output_and_lse_of_head(tensors, strides, state, v_out_scale, kv_head, 
     acc_scale, lse = finalize_softmax(
         state.row_max, state.row_sum, v_out_scale * cfg.V_RESIDUAL_SCALE, tensors.SINKS, q_heads, m_row, cfg
     )
-    o_d = logical_column(gl.arange(0, cfg.PACK * cfg.PACKED_V, gl.SliceLayout(0, O)), cfg)
+    o_d = head_column_of_converted_column(gl.arange(0, cfg.PACK * cfg.PACKED_V, gl.SliceLayout(0, O)), cfg)
     p_out = (OUT + tokens * strides.out_t + q_heads * strides.out_h)[:, None] + o_d[None, :]
     gl.store(p_out, cast_output(state.acc_o * acc_scale[:, None], OUT, cfg), mask=m_row[:, None])
     if cfg.HAS_LSE:
@@ -448,7 +450,7 @@ def store_partial_of_head(SPLIT_WORKSPACE, partial_slot, state, o_r, num_rows_le
     """Stores the partial result of rows o_r of a split work tile, columns in the order of `store_partial`."""
     O: gl.constexpr = state.acc_o.type.layout
     p_row = SPLIT_WORKSPACE + (partial_slot.to(gl.int64) * cfg.BLOCK_M + o_r) * cfg.PARTIAL_COLUMNS
-    column = logical_column(gl.arange(0, cfg.PACK * cfg.PACKED_V, gl.SliceLayout(0, O)), cfg)
+    column = head_column_of_converted_column(gl.arange(0, cfg.PACK * cfg.PACKED_V, gl.SliceLayout(0, O)), cfg)
     o_d = column % cfg.PACK * cfg.BLOCK_DV + column // cfg.PACK
     m_row = o_r < num_rows_left
     gl.store(p_row[:, None] + o_d[None, :], state.acc_o, mask=m_row[:, None])

@@ -75,7 +75,7 @@ def combine_kernel(
 
 
 @triton.jit
-def combine_rows(
+def load_and_combine_split_rows(
     SPLIT_WORKSPACE, first_cta, num_splits, o_r, o_d, value_scale, SPLITS_PER_STEP: tl.constexpr, cfg: tl.constexpr
 ):
     """Returns columns o_d, in partial order, of rows o_r, each combined from `num_splits` splits from `first_cta` on;
@@ -101,7 +101,7 @@ def combine_rows(
 
 
 @triton.jit
-def find_work_tile_and_row(CU_SEQLENS_Q, tokens, h, T, B, max_m_blocks, cfg: tl.constexpr):
+def work_tile_row_and_validity_of_tokens(CU_SEQLENS_Q, tokens, h, T, B, max_m_blocks, cfg: tl.constexpr):
     """Returns (work tile, row in it, whether it exists) of these tokens of head h, numbered as in SPLIT_METADATA.
     Tokens before the first request have none."""
     if cfg.VARLEN_Q:
@@ -145,7 +145,7 @@ def combine_project_kernel(
                                           PROJECTED_COLUMNS, cfg.DV, PROJECTED_COLUMNS, 4)  # fmt: skip
     o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     gdc_wait()
-    i_work_tile, o_r, is_row = find_work_tile_and_row(CU_SEQLENS_Q, o_m, h, T, B, max_m_blocks, cfg)
+    i_work_tile, o_r, is_row = work_tile_row_and_validity_of_tokens(CU_SEQLENS_Q, o_m, h, T, B, max_m_blocks, cfg)
     SPLIT_METADATA = split_metadata_ptr(SPLIT_WORKSPACE, num_ctas, cfg) + 2 * i_work_tile
     num_splits, first_cta = (
         tl.load(SPLIT_METADATA, mask=is_row, other=1),
@@ -159,7 +159,7 @@ def combine_project_kernel(
     unsplit_latents = tl.load(p_unsplit, mask=(is_row & (num_splits <= 1))[:, None], other=0.0)
     value_scale = load_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE)
     o_d = tl.arange(0, cfg.DV) % cfg.PACK * cfg.BLOCK_DV + tl.arange(0, cfg.DV) // cfg.PACK
-    latents = combine_rows(
+    latents = load_and_combine_split_rows(
         SPLIT_WORKSPACE, first_cta, tl.where(is_split, num_splits, 0), o_r, o_d, value_scale, SPLITS_PER_STEP, cfg
     )
     latents = tl.where(is_split[:, None], cast_output(latents, LATENTS, cfg), unsplit_latents)

@@ -7,12 +7,12 @@ from triton.experimental.gluon import language as gl
 
 from ....triton.parts.dequant import E4M3_PTX
 from ...versions import reinterpret
-from ..parts.combine import count_splits, store_split_metadata
+from ..parts.combine import num_splits_of_tile, store_split_metadata
 from ..parts.dequant import load_scale
 from ..parts.online_softmax import LOG2E
 from ..parts.tile_scheduler import (
-    find_cta_block_range_and_length,
-    find_cta_block_range_and_request,
+    find_cta_range_bounds_and_blocks_per_range,
+    find_cta_range_bounds_blocks_per_range_and_request,
     find_request_and_base_of_block,
 )
 
@@ -124,11 +124,11 @@ def make_cta_range(
 ):
     """Returns this CTA's CtaRange. block_counts: of `load_block_counts_of_all_requests`, if BLOCK_B holds all."""
     if fits_all_requests(cfg):
-        block_begin, block_end, blocks_per_range, i_request, n_block_base = find_cta_block_range_and_request(
-            block_counts, i_range, num_ranges, cfg
+        block_begin, block_end, blocks_per_range, i_request, n_block_base = (
+            find_cta_range_bounds_blocks_per_range_and_request(block_counts, i_range, num_ranges, cfg)
         )
     else:
-        block_begin, block_end, blocks_per_range = find_cta_block_range_and_length(
+        block_begin, block_end, blocks_per_range = find_cta_range_bounds_and_blocks_per_range(
             SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg
         )
         i_request, n_block_base = find_request_and_base_of_block(
@@ -156,7 +156,7 @@ def load_query_chunk(p_row, m_row, FIRST_COLUMN: gl.constexpr, COLUMNS: gl.const
 
 
 @gluon.jit
-def view_as_packed(tile):
+def view_8bit_tile_as_pairs(tile):
     """Returns a view of a tile of 8-bit codes in shared memory as 16-bit packed pairs."""
     PACKED_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(tile.layout.swizzle_byte_width, 16)
     return reinterpret(tile, gl.int16, [tile.shape[0], tile.shape[1] // 2], PACKED_LAYOUT)
@@ -176,7 +176,7 @@ def zero_oob_rows_in_smem(smem_tiles, first_tile, NUM_TILES: gl.constexpr, num_v
     for i in range(NUM_TILES):  # not unrolled: rare, and the main loop should stay small
         tile = smem_tiles.index(first_tile + i)
         if tile.dtype.primitive_bitwidth == 8:
-            tile = view_as_packed(tile)
+            tile = view_8bit_tile_as_pairs(tile)
         x = tile.load(L)
         tile.store(gl.where(is_valid[:, None], x, gl.full(x.shape, 0, x.dtype, L)))
 
@@ -188,7 +188,7 @@ def zero_oob_rows_in_smem(smem_tiles, first_tile, NUM_TILES: gl.constexpr, num_v
 def store_num_splits(tensors, work_tile, cta_range, cfg: gl.constexpr):
     """Stores the number of splits of a work tile that begins in this CTA."""
     i_cta = cta_range.i_cta
-    num_splits = count_splits(work_tile, cta_range.blocks_per_range, i_cta // cfg.HEADS)
+    num_splits = num_splits_of_tile(work_tile, cta_range.blocks_per_range, i_cta // cfg.HEADS)
     store_split_metadata(
         tensors.SPLIT_METADATA, work_tile.i_request, work_tile.m_block, cta_range.max_m_blocks, i_cta, num_splits, cfg
     )

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...versions import tma_load
 from ..parts.pipeline import sync_and_arrive
-from ..parts.tile_scheduler import advance_to_request_of_block, load_request_shape, work_tile_at
+from ..parts.tile_scheduler import advance_to_request_of_block, load_request_shape, make_work_tile_at_block
 from .gather import gather_tile, load_rows, signal_copies
 
 SCALE_COLUMNS = gl.constexpr(6)  # rows of score_scales of a stage
@@ -115,7 +115,7 @@ def tensor_copy_producer(
             page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
         )
         p_page_ids, num_keys = page_lookup.PAGE_TABLE + i_request.to(gl.int64) * page_lookup.stride, request.num_keys
-        work_tile = work_tile_at(block, block_end, i_request, n_block_base, request)
+        work_tile = make_work_tile_at_block(block, block_end, i_request, n_block_base, request)
         for n_block in range(work_tile.n_block_begin, work_tile.n_block_end):
             # Page lookup.
             stage = kv_iter % STAGES
@@ -176,7 +176,7 @@ def gather_producer(
             page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
         )
         p_rows, num_keys = page_lookup.PAGE_TABLE + i_request.to(gl.int64) * page_lookup.stride, request.num_keys
-        work_tile = work_tile_at(block, block_end, i_request, n_block_base, request)
+        work_tile = make_work_tile_at_block(block, block_end, i_request, n_block_base, request)
         next_rows = load_rows(p_rows, work_tile.n_block_begin, num_keys, CKV_COLUMNS, CKV_BITS, cfg)
         for n_block in range(work_tile.n_block_begin, work_tile.n_block_end):
             # Rows, loaded an iteration ahead.

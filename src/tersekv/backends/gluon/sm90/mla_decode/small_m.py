@@ -28,9 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...versions import thread_barrier
 from ..parts.combine import split_metadata_ptr
-from ..parts.epilogue import cast_output, finalize_softmax, token_and_head_of_q_rows, zero_padding_rows
+from ..parts.epilogue import cast_output, finalize_softmax, store_empty_output_of_padding_rows, token_and_head_of_q_rows
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
-from ..parts.tile_scheduler import load_block_counts_of_all_requests, next_work_tile
+from ..parts.tile_scheduler import find_work_tile_at_block, load_block_counts_of_all_requests
 from .gather import CacheRows, copy_arrivals, fence_copies
 from .params import (
     AttentionTensors,
@@ -48,7 +48,7 @@ from .params import (
     partial_row_ptr,
     store_num_splits,
     store_partial_stats,
-    view_as_packed,
+    view_8bit_tile_as_pairs,
     zero_oob_rows_in_smem,
 )
 from .producer import producer
@@ -80,10 +80,10 @@ class ConsumerBuffers(NamedTuple):
 
     smem_p: gl.shared_memory_descriptor  # P of a tile
     vote_flags: gl.shared_memory_descriptor  # a vote per warp
-    row_stats: gl.shared_memory_descriptor  # row_max and row_sum of both
+    smem_row_max_and_sum: gl.shared_memory_descriptor  # row_max and row_sum of both
     acc_exchange: gl.shared_memory_descriptor  # half of acc_o's columns
     q_full: tuple  # full barriers, one per consumer: of its half of the query
-    stats_full: tuple  # of its row_stats
+    stats_full: tuple  # of its smem_row_max_and_sum
     acc_full: tuple  # of its acc_exchange
 
 
@@ -183,7 +183,7 @@ def zero_oob_v_rows_in_smem(ckv, stage, num_valid, cfg: gl.constexpr):
 def load_and_dequant_v_chunk(ckv, stage, i: gl.constexpr, O: gl.constexpr, cfg: gl.constexpr):
     """Loads a tile's i-th chunk of V, transposed, as two fp16 operands in registers."""
     return dequant_packed(
-        view_as_packed(ckv.index(stage * cfg.CHUNKS + i)).permute((1, 0)).load(gl.DotOperandLayout(0, O, 2))
+        view_8bit_tile_as_pairs(ckv.index(stage * cfg.CHUNKS + i)).permute((1, 0)).load(gl.DotOperandLayout(0, O, 2))
     )
 
 
@@ -476,21 +476,28 @@ def combine_warpgroups_and_keep_half_acc(
     state, buffers, num_work_tiles, I_CONSUMER: gl.constexpr, O: gl.constexpr, cfg: gl.constexpr
 ):
     """Combines both warpgroups: returns row_max, row_sum, and acc_o of this one's half of the columns."""
-    row_max, acc_o, row_stats, acc_exchange = state.row_max, state.acc_o, buffers.row_stats, buffers.acc_exchange
+    row_max, acc_o, smem_row_max_and_sum, acc_exchange = (
+        state.row_max,
+        state.acc_o,
+        buffers.smem_row_max_and_sum,
+        buffers.acc_exchange,
+    )
     ACC_TILES_PER_CONSUMER: gl.constexpr = cfg.CHUNKS
     COLUMN: gl.constexpr = row_max.type.layout
-    row_stats.index(I_CONSUMER).store(row_max)
-    row_stats.index(2 + I_CONSUMER).store(gl.convert_layout(state.row_sum, COLUMN))
+    smem_row_max_and_sum.index(I_CONSUMER).store(row_max)
+    smem_row_max_and_sum.index(2 + I_CONSUMER).store(gl.convert_layout(state.row_sum, COLUMN))
     sync_and_arrive(buffers.stats_full[I_CONSUMER].index(0))
     mbarrier.wait(buffers.stats_full[1 - I_CONSUMER].index(0), num_work_tiles & 1)
     other_row_max, other_row_sum = (
-        row_stats.index(1 - I_CONSUMER).load(COLUMN),
-        row_stats.index(3 - I_CONSUMER).load(COLUMN),
+        smem_row_max_and_sum.index(1 - I_CONSUMER).load(COLUMN),
+        smem_row_max_and_sum.index(3 - I_CONSUMER).load(COLUMN),
     )
     row_max_new = gl.maximum(row_max, other_row_max)
     safe_max = gl.where(row_max_new == float("-inf"), 0.0, row_max_new)
     rescale = gl.exp2(row_max - safe_max)
-    row_sum = row_stats.index(2 + I_CONSUMER).load(COLUMN) * rescale + other_row_sum * gl.exp2(other_row_max - safe_max)
+    row_sum = smem_row_max_and_sum.index(2 + I_CONSUMER).load(COLUMN) * rescale + other_row_sum * gl.exp2(
+        other_row_max - safe_max
+    )
     rescale = gl.convert_layout(rescale, gl.SliceLayout(0, O))
     merged_acc = ()
     if I_CONSUMER == 0:  # there is memory for one half: the other warpgroup reads it, then stores its own
@@ -566,7 +573,7 @@ def consumer(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides
     kv_iter, num_work_tiles = 0, 0
     while block < block_end:
         # Next work tile.
-        work_tile = next_work_tile(
+        work_tile = find_work_tile_at_block(
             tensors.SEQ_LENS, tensors.CU_SEQLENS_Q, block, block_end, i_request, n_block_base, cfg
         )
         i_request, n_block_base = work_tile.i_request, work_tile.n_block_base
@@ -640,7 +647,7 @@ def allocate_smem_fp8(CKV_MAP, KPE_MAP, SCALES_MAP, Q_TERMS: gl.constexpr, STAGE
     FLAT_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     vote_flags = gl.allocate_shared_memory(gl.int8, [NUM_CONSUMERS, 32, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     EXCHANGE_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 4, [1, 0])
-    row_stats, acc_exchange, q_full, stats_full, acc_full = vote_flags, vote_flags, (), (), ()
+    smem_row_max_and_sum, acc_exchange, q_full, stats_full, acc_full = vote_flags, vote_flags, (), (), ()
     if NUM_CONSUMERS == 2:
         # Only where they are used: the compiler would reuse the memory of unused ones, with a barrier in it.
         q_full, stats_full, acc_full = (
@@ -648,9 +655,9 @@ def allocate_smem_fp8(CKV_MAP, KPE_MAP, SCALES_MAP, Q_TERMS: gl.constexpr, STAGE
             (allocate_mbarriers(1), allocate_mbarriers(1)),
             (allocate_mbarriers(1), allocate_mbarriers(1)),
         )
-        row_stats = gl.allocate_shared_memory(gl.float32, [4, cfg.BLOCK_M], FLAT_LAYOUT)
+        smem_row_max_and_sum = gl.allocate_shared_memory(gl.float32, [4, cfg.BLOCK_M], FLAT_LAYOUT)
         acc_exchange = gl.allocate_shared_memory(gl.float32, [cfg.CHUNKS, cfg.CHUNK, cfg.BLOCK_M], EXCHANGE_LAYOUT)
-    buffers = ConsumerBuffers(smem_p, vote_flags, row_stats, acc_exchange, q_full, stats_full, acc_full)
+    buffers = ConsumerBuffers(smem_p, vote_flags, smem_row_max_and_sum, acc_exchange, q_full, stats_full, acc_full)
     return QuerySmem(q_nope, q_pe), SmemKV(ckv, k_pe, scales), buffers
 
 
@@ -747,6 +754,6 @@ def mla_decode_small_m_kernel(
         )  # fmt: skip
     # Query rows of no request.
     if cfg.VARLEN_Q:
-        zero_padding_rows(
+        store_empty_output_of_padding_rows(
             OUT, LSE, padding_begin, T, i_cta, num_ctas, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg
         )

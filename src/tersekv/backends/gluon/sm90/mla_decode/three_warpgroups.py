@@ -26,10 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...versions import reinterpret, thread_barrier
 from ..parts.combine import split_metadata_ptr
-from ..parts.epilogue import cast_output, finalize_softmax, zero_padding_rows
+from ..parts.epilogue import cast_output, finalize_softmax, store_empty_output_of_padding_rows
 from ..parts.online_softmax import LAZY_ROW_MAX_PTX, split_columns
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_wait, sync_and_arrive
-from ..parts.tile_scheduler import load_block_counts_of_all_requests, next_work_tile
+from ..parts.tile_scheduler import find_work_tile_at_block, load_block_counts_of_all_requests
 from .gather import CacheRows, copy_arrivals, fence_copies, wait_copies
 from .params import (
     AttentionTensors,
@@ -198,7 +198,7 @@ def query_inv_scales_and_q_scales(chunks, negate, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def view_by_row_steps(x, STEP: gl.constexpr):
+def view_smem_rows_in_steps(x, STEP: gl.constexpr):
     """Returns a view of query rows in shared memory in steps of STEP rows."""
     NUM_STEPS: gl.constexpr = x.shape[0] * x.shape[1] // STEP
     return reinterpret(x, x.dtype, [NUM_STEPS, STEP, x.shape[2]], x.layout)
@@ -266,7 +266,7 @@ def copy_query_rows_to_smem(tensors, q, q_scales, q_block, score_scale, strides,
     STEP: gl.constexpr = 16 if Q_TERMS == 2 else 32  # rows that registers hold twice, or once
     q_scales = reinterpret(q_scales, gl.float32, [BLOCK_M // STEP, STEP], q_scales.layout)
     HALF: gl.constexpr = BLOCK_M // STEP // 2
-    q_nope_rows, q_pe_rows = view_by_row_steps(q_nope, STEP), view_by_row_steps(q_pe, STEP)
+    q_nope_rows, q_pe_rows = view_smem_rows_in_steps(q_nope, STEP), view_smem_rows_in_steps(q_pe, STEP)
     next_chunks = load_query_row_chunks(tensors, q_block, strides, I_CONSUMER * HALF * STEP, STEP, WIDTH_PE, cfg)
     if HALF == 1:
         store_query_and_scales(next_chunks, q_nope_rows, q_pe_rows, q_scales, score_scale < 0, I_CONSUMER, Q_TERMS, cfg)
@@ -303,7 +303,7 @@ def start_qk_chunk(q_i, k_i, x, Q_TERMS: gl.constexpr):
 
 
 @gluon.jit
-def start_low_term_qk_batch(smem_kv, q, stage, opaque_zero, x, i_batch: gl.constexpr, cfg: gl.constexpr):
+def start_residual_rope_qk_batch(smem_kv, q, stage, opaque_zero, x, i_batch: gl.constexpr, cfg: gl.constexpr):
     """Starts batch i_batch of MMA_BATCHES of QK for the query's second terms and the rotary part.
 
     The second terms are 2^-4 of the first: one accumulator holds them all. A warp stalls when too many MMAs are in
@@ -441,7 +441,7 @@ def exp2_of_scores_minus_max(s, row_scales, safe_max, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_p_halves(p, smem_p, p_stage):
+def store_p_key_halves_to_smem(p, smem_p, p_stage):
     """Stores P in shared memory for the PV warpgroups, by halves of its keys."""
     left, right = split_columns(p.to(gl.float16))
     smem_p.index(p_stage * KEY_HALVES).store(left)
@@ -473,7 +473,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
     kv_iter, p_iter, num_work_tiles = 0, 0, 0
     while block < block_end:
         # Next work tile.
-        work_tile = next_work_tile(
+        work_tile = find_work_tile_at_block(
             tensors.SEQ_LENS, tensors.CU_SEQLENS_Q, block, block_end, i_request, n_block_base, cfg
         )
         i_request, n_block_base, num_keys = work_tile.i_request, work_tile.n_block_base, work_tile.num_keys
@@ -493,7 +493,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
         if PREFETCH_QK:
             wait_copies(full.index(kv_iter % STAGES), (kv_iter // STAGES) & 1, cfg)
             for i in gl.static_range(MMA_BATCHES):
-                low_term_acc = start_low_term_qk_batch(
+                low_term_acc = start_residual_rope_qk_batch(
                     smem_kv, q, kv_iter % STAGES, n_block_begin >> 30, low_term_acc, i, cfg
                 )
             low_term_acc = warpgroup_mma_wait(0, [low_term_acc])
@@ -527,7 +527,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
                 next_stage = (kv_iter + 1) % STAGES
                 mbarrier.wait(full.index(next_stage), ((kv_iter + 1) // STAGES) & 1, pred=n_block + 1 < n_block_end)
                 fence_copies(cfg)
-                low_term_acc = start_low_term_qk_batch(smem_kv, q, next_stage, n_block >> 30, zero, 0, cfg)
+                low_term_acc = start_residual_rope_qk_batch(smem_kv, q, next_stage, n_block >> 30, zero, 0, cfg)
             # Mask.
             s = apply_mask(s, n_block, num_keys, work_tile.num_q_rows, work_tile.m_block * cfg.BLOCK_M, cfg)
             # Online softmax, with lazy rescaling.
@@ -541,7 +541,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             rescale = gl.where(row_max_new == row_max, 1.0, gl.exp2(row_max - safe_max))
             row_max = row_max_new
             if PREFETCH_QK:
-                low_term_acc = start_low_term_qk_batch(smem_kv, q, next_stage, n_block >> 30, low_term_acc, 1, cfg)
+                low_term_acc = start_residual_rope_qk_batch(smem_kv, q, next_stage, n_block >> 30, low_term_acc, 1, cfg)
             # P and row_sum.
             p = exp2_of_scores_minus_max(s, row_scales, safe_max, cfg)
             if cfg.GROUP_SCALES:
@@ -552,10 +552,10 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             else:
                 row_sum = row_sum * rescale + lane_row_sum(p)
             if PREFETCH_QK:
-                low_term_acc = start_low_term_qk_batch(smem_kv, q, next_stage, n_block >> 30, low_term_acc, 2, cfg)
+                low_term_acc = start_residual_rope_qk_batch(smem_kv, q, next_stage, n_block >> 30, low_term_acc, 2, cfg)
             # Wait for a free P stage; store P and rescale.
             mbarrier.wait(p_empty.index(p_iter % P_STAGES), ((p_iter // P_STAGES) & 1) ^ 1)
-            store_p_halves(p, buffers.smem_p, p_iter % P_STAGES)
+            store_p_key_halves_to_smem(p, buffers.smem_p, p_iter % P_STAGES)
             rescales.index(p_iter % P_STAGES).store(rescale)
             rescale_flags.index(p_iter % P_STAGES).store(
                 gl.permute(gl.reshape(needs_rescale.to(gl.int8), [4, 16, LANES_PER_ROW]), (1, 2, 0))
@@ -596,7 +596,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
 
 
 @gluon.jit
-def load_packed_v_half(smem_packed_v, chunk, key_half: gl.constexpr, O: gl.constexpr):
+def load_packed_v_chunk_of_key_half(smem_packed_v, chunk, key_half: gl.constexpr, O: gl.constexpr):
     """Loads packed V of a chunk for half the keys, transposed: [PACKED_PER_CHUNK, KEYS_PER_HALF]."""
     return (
         smem_packed_v.index(chunk)
@@ -645,7 +645,7 @@ def wait_p_rescale_and_accumulate_pv(acc_o, smem_packed_v, first_chunk, buffers,
     """Waits for P and returns acc_o + V × P, the last MMAs in flight."""
     smem_p, v_scale_ratios = buffers.smem_p, buffers.v_scale_ratios
     p_stage = p_iter % P_STAGES
-    packed = load_packed_v_half(smem_packed_v, first_chunk, 0, O)
+    packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk, 0, O)
     if not cfg.GROUP_SCALES:  # ratios are ready only with P
         v = dequant_v_times_scale_ratios(packed, v_scale_ratios, 0, cfg)
     mbarrier.wait(p_full.index(p_stage), (p_iter // P_STAGES) & 1)
@@ -655,7 +655,7 @@ def wait_p_rescale_and_accumulate_pv(acc_o, smem_packed_v, first_chunk, buffers,
     for i in gl.static_range(CHUNKS_PER_WARPGROUP):
         for key_half in gl.static_range(KEY_HALVES):
             if i + key_half > 0:
-                packed = load_packed_v_half(smem_packed_v, first_chunk + i, key_half, O)
+                packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk + i, key_half, O)
                 acc_o = warpgroup_mma_wait(0, acc_o)
                 v = dequant_v_times_scale_ratios(packed, v_scale_ratios.index(first_chunk + i), key_half, cfg)
             p = smem_p.index(KEY_HALVES * p_stage + key_half).permute((1, 0))
@@ -672,7 +672,7 @@ def wait_p_rescale_and_accumulate_pv(acc_o, smem_packed_v, first_chunk, buffers,
 
 
 @gluon.jit
-def stage_output_rows_in_smem(smem, even_columns, odd_columns, row_half: gl.constexpr):
+def store_row_half_to_smem_with_columns_interleaved(smem, even_columns, odd_columns, row_half: gl.constexpr):
     """Stores half the rows of a chunk, columns interleaved, in shared memory: [ROWS_STAGED, 2 * PACKED_PER_CHUNK]."""
     SPLIT_SHAPE: gl.constexpr = [PACKED_PER_CHUNK, 2, ROWS_STAGED]
     even_columns = gl.split(gl.permute(gl.reshape(even_columns, SPLIT_SHAPE), (0, 2, 1)))[row_half]
@@ -682,8 +682,8 @@ def stage_output_rows_in_smem(smem, even_columns, odd_columns, row_half: gl.cons
 
 
 @gluon.jit
-def store_output_or_partial_acc(
-    tensors, q_nope, acc_o, smem_rescale, is_unsplit, partial_slot, q_block, strides, I_CONSUMER: gl.constexpr,
+def store_column_half_to_output_or_workspace(
+    tensors, smem_q, acc_o, smem_acc_scale, is_unsplit, partial_slot, q_block, strides, I_CONSUMER: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Stores the output, or a split's partial acc_o, through the query's memory, so that rows are contiguous."""
@@ -691,27 +691,27 @@ def store_output_or_partial_acc(
     W: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
     STAGING_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     NUM_STAGING_BUFFERS: gl.constexpr = (
-        q_nope.shape[0] * q_nope.shape[1] * q_nope.shape[2] // (4 * ROWS_STAGED * 2 * PACKED_PER_CHUNK)
+        smem_q.shape[0] * smem_q.shape[1] * smem_q.shape[2] // (4 * ROWS_STAGED * 2 * PACKED_PER_CHUNK)
     )
     STEPS: gl.constexpr = ROWS_STAGED // ROWS_PER_STORE
     staging = reinterpret(
-        q_nope, gl.float32, [NUM_STAGING_BUFFERS, ROWS_STAGED, 2 * PACKED_PER_CHUNK], STAGING_LAYOUT
+        smem_q, gl.float32, [NUM_STAGING_BUFFERS, ROWS_STAGED, 2 * PACKED_PER_CHUNK], STAGING_LAYOUT
     ).index(I_CONSUMER)
     staging_steps = reinterpret(
-        q_nope, gl.float32, [NUM_STAGING_BUFFERS * STEPS, ROWS_PER_STORE, 2 * PACKED_PER_CHUNK], STAGING_LAYOUT
+        smem_q, gl.float32, [NUM_STAGING_BUFFERS * STEPS, ROWS_PER_STORE, 2 * PACKED_PER_CHUNK], STAGING_LAYOUT
     )
     acc_scales = reinterpret(
-        smem_rescale, gl.float32, [BLOCK_M // ROWS_PER_STORE, ROWS_PER_STORE, LANES_PER_ROW], smem_rescale.layout
+        smem_acc_scale, gl.float32, [BLOCK_M // ROWS_PER_STORE, ROWS_PER_STORE, LANES_PER_ROW], smem_acc_scale.layout
     )
     for i in range(4):  # not unrolled: fetching code that runs once is slow
         if i == 0:
-            stage_output_rows_in_smem(staging, acc_o[0], acc_o[1], 0)
+            store_row_half_to_smem_with_columns_interleaved(staging, acc_o[0], acc_o[1], 0)
         elif i == 1:
-            stage_output_rows_in_smem(staging, acc_o[0], acc_o[1], 1)
+            store_row_half_to_smem_with_columns_interleaved(staging, acc_o[0], acc_o[1], 1)
         elif i == 2:
-            stage_output_rows_in_smem(staging, acc_o[2], acc_o[3], 0)
+            store_row_half_to_smem_with_columns_interleaved(staging, acc_o[2], acc_o[3], 0)
         else:
-            stage_output_rows_in_smem(staging, acc_o[2], acc_o[3], 1)
+            store_row_half_to_smem_with_columns_interleaved(staging, acc_o[2], acc_o[3], 1)
         for j in range(STEPS):
             x = staging_steps.index(I_CONSUMER * STEPS + j).load(W)
             step = i % 2 * STEPS + j
@@ -751,7 +751,7 @@ def pv_warpgroup(tensors, q, smem_kv, mbarriers, buffers, score_scale, cta_range
     kv_iter, num_work_tiles = 0, 0
     while block < block_end:
         # Next work tile.
-        work_tile = next_work_tile(
+        work_tile = find_work_tile_at_block(
             tensors.SEQ_LENS, tensors.CU_SEQLENS_Q, block, block_end, i_request, n_block_base, cfg
         )
         i_request, n_block_base, num_keys = work_tile.i_request, work_tile.n_block_base, work_tile.num_keys
@@ -786,7 +786,7 @@ def pv_warpgroup(tensors, q, smem_kv, mbarriers, buffers, score_scale, cta_range
         p_iter = kv_iter + num_work_tiles
         mbarrier.wait(p_full.index(p_iter % P_STAGES), (p_iter // P_STAGES) & 1)
         smem_rescale = buffers.rescales.index(p_iter % P_STAGES)
-        store_output_or_partial_acc(
+        store_column_half_to_output_or_workspace(
             tensors, q.latents, acc_o, smem_rescale, is_unsplit, partial_slot, q_block, strides, I_CONSUMER, cfg
         )
         sync_and_arrive(p_empty.index(p_iter % P_STAGES))
@@ -894,6 +894,6 @@ def mla_decode_three_warpgroups_kernel(
     )  # fmt: skip
     # Query rows of no request.
     if cfg.VARLEN_Q:
-        zero_padding_rows(
+        store_empty_output_of_padding_rows(
             OUT, LSE, padding_begin, T, i_cta, num_ctas, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg
         )

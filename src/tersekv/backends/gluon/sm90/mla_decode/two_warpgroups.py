@@ -1,7 +1,7 @@
 """MLA decode over 16-bit latents for many heads on sm_90: two alternating warpgroups, 64 query rows per CTA.
 
-Tiles of 64 keys come in pairs. The left warpgroup computes QK of the first tile of a pair and holds columns 0 … 255 of
-acc_o, the right one QK of the second and the other columns; the softmax of one overlaps the MMAs of the other. They
+The left warpgroup computes QK of the even tiles of 64 keys of a work tile, and PV of all tiles for columns 0 … 255; the
+right one QK of the odd tiles, and PV for the other columns. The softmax of one overlaps the MMAs of the other. They
 exchange row_max and P through shared memory; P overwrites the tile's rotary part, which is no longer needed. A producer
 copies tiles by TMA, in groups of 128 columns, as each becomes free.
 
@@ -26,10 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...versions import reinterpret, thread_barrier, tma_load
 from ..parts.combine import split_metadata_ptr
-from ..parts.epilogue import cast_output, finalize_softmax, token_and_head_of_q_rows, zero_padding_rows
+from ..parts.epilogue import cast_output, finalize_softmax, store_empty_output_of_padding_rows, token_and_head_of_q_rows
 from ..parts.online_softmax import rescale_ptx_and_constraints
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
-from ..parts.tile_scheduler import load_block_counts_of_all_requests, next_work_tile
+from ..parts.tile_scheduler import find_work_tile_at_block, load_block_counts_of_all_requests
 from .gather import CacheRows, copy_arrivals, fence_copies, gather_tile, load_rows, signal_copies
 from .params import (
     AttentionTensors,
@@ -62,8 +62,8 @@ RESCALE_THRESHOLD = gl.constexpr(16.0)  # P is at most 2^RESCALE_THRESHOLD befor
 class Mbarriers(NamedTuple):
     full: gl.shared_memory_descriptor  # of each tile's groups; behind them, of the rotary parts
     empty: gl.shared_memory_descriptor  # of each tile's groups
-    p_left_full: gl.shared_memory_descriptor  # P and row_max of the left warpgroup
-    p_right_full: gl.shared_memory_descriptor
+    p_even_full: gl.shared_memory_descriptor  # P and row_max of an even tile, from the left warpgroup
+    p_odd_full: gl.shared_memory_descriptor
 
 
 class EpilogueBarriers(NamedTuple):
@@ -74,10 +74,10 @@ class EpilogueBarriers(NamedTuple):
 
 
 class TileCounts(NamedTuple):
-    """Tiles used so far: left and right ones of pairs."""
+    """Tiles used so far."""
 
-    num_left_tiles: gl.tensor
-    num_right_tiles: gl.tensor
+    num_even_tiles: gl.tensor
+    num_odd_tiles: gl.tensor
 
 
 # Producer: page lookup, waits for free groups, copies.
@@ -153,10 +153,10 @@ def producer(tensor_maps, cache_rows, page_lookup, smem_kv, mbarriers, cta_range
     block, block_end, i_request, n_block_base = (
         cta_range.block_begin, cta_range.block_end, cta_range.i_request, cta_range.n_block_base,
     )  # fmt: skip
-    num_left_tiles, num_right_tiles = 0, 0
+    num_even_tiles, num_odd_tiles = 0, 0
     while block < block_end:
         # Next work tile.
-        work_tile = next_work_tile(
+        work_tile = find_work_tile_at_block(
             page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, block, block_end, i_request, n_block_base, cfg
         )
         i_request, n_block_base, n_block_end, num_keys = (
@@ -172,7 +172,7 @@ def producer(tensor_maps, cache_rows, page_lookup, smem_kv, mbarriers, cta_range
                 rows, rows_right = next_rows, next_rows_right
                 next_rows = load_rows(p_page_ids, n_block + 2, num_keys, TILE_COLUMNS, 16, cfg)
                 next_rows_right = load_rows(p_page_ids, n_block + 3, num_keys, TILE_COLUMNS, 16, cfg)
-                acquire_and_gather_kv_tile(cache_rows, smem_kv, mbarriers, 0, rows, num_left_tiles, cfg)
+                acquire_and_gather_kv_tile(cache_rows, smem_kv, mbarriers, 0, rows, num_even_tiles, cfg)
             else:
                 ckv_rows, kpe_rows, _ = lookup_tma_rows_of_copies(
                     p_page_ids, n_block, num_keys, page_lookup, KEYS_PER_COPY, cfg
@@ -180,16 +180,16 @@ def producer(tensor_maps, cache_rows, page_lookup, smem_kv, mbarriers, cta_range
                 ckv_rows_right, kpe_rows_right, _ = lookup_tma_rows_of_copies(
                     p_page_ids, n_block + 1, num_keys, page_lookup, KEYS_PER_COPY, cfg
                 )
-                acquire_and_copy_kv_tile(tensor_maps, smem_kv, mbarriers, 0, ckv_rows, kpe_rows, num_left_tiles, cfg)
-            num_left_tiles += 1
+                acquire_and_copy_kv_tile(tensor_maps, smem_kv, mbarriers, 0, ckv_rows, kpe_rows, num_even_tiles, cfg)
+            num_even_tiles += 1
             if n_block + 1 < n_block_end:
                 if cfg.GATHER_ROWS:
-                    acquire_and_gather_kv_tile(cache_rows, smem_kv, mbarriers, 1, rows_right, num_right_tiles, cfg)
+                    acquire_and_gather_kv_tile(cache_rows, smem_kv, mbarriers, 1, rows_right, num_odd_tiles, cfg)
                 else:
                     acquire_and_copy_kv_tile(
-                        tensor_maps, smem_kv, mbarriers, 1, ckv_rows_right, kpe_rows_right, num_right_tiles, cfg
+                        tensor_maps, smem_kv, mbarriers, 1, ckv_rows_right, kpe_rows_right, num_odd_tiles, cfg
                     )
-                num_right_tiles += 1
+                num_odd_tiles += 1
         block += n_block_end - work_tile.n_block_begin
 
 
@@ -240,7 +240,7 @@ def wait_and_zero_oob_v_rows_in_smem(ckv, full, stage: gl.constexpr, kv_iter, nu
 
 
 @gluon.jit
-def zero_oob_rows_and_start_qk(
+def wait_zero_oob_rows_and_start_qk(
     q, smem_kv, full, stage: gl.constexpr, kv_iter, n_block, zero_keys_from, S: gl.constexpr, cfg: gl.constexpr
 ):
     """Waits for a tile, zeros its invalid rows and starts QK; returns scores fp32 [BLOCK_M, BLOCK_N] in flight."""
@@ -334,7 +334,7 @@ def start_pv(p, ckv, stage: gl.constexpr, FIRST_COLUMN_GROUP: gl.constexpr, acc_
 
 
 @gluon.jit
-def wait_pv_and_release_kv(acc_o, empty, stage: gl.constexpr, FIRST_COLUMN_GROUP: gl.constexpr):
+def wait_pv_and_release_column_groups(acc_o, empty, stage: gl.constexpr, FIRST_COLUMN_GROUP: gl.constexpr):
     """Waits for PV and releases each group."""
     acc_o = warpgroup_mma_wait(0, [acc_o])
     thread_barrier()
@@ -344,14 +344,15 @@ def wait_pv_and_release_kv(acc_o, empty, stage: gl.constexpr, FIRST_COLUMN_GROUP
 
 
 @gluon.jit
-def wait_p_and_start_pv_of_left_tile(
-    row_max, row_sum, acc_o, smem_kv, p_left_full, row_stats, num_left_tiles, cfg: gl.constexpr
+def wait_p_rescale_and_start_pv_of_even_tile(
+    row_max, row_sum, acc_o, smem_kv, p_even_full, smem_row_max_and_sum, num_even_tiles, cfg: gl.constexpr
 ):
-    """Waits for P of the left tile and starts its PV for the right columns; returns (row_max, row_sum, acc_o)."""
+    """Waits for P of an even tile and starts its PV for the right columns; returns (row_max, row_sum, acc_o in flight),
+    rescaled."""
     ckv, k_pe = smem_kv.latents, smem_kv.pe
-    mbarrier.wait(p_left_full.index(0), num_left_tiles & 1)
+    mbarrier.wait(p_even_full.index(0), num_even_tiles & 1)
     fence_copies(cfg)
-    row_max_new = row_stats.index(0).load(row_max.type.layout)
+    row_max_new = smem_row_max_and_sum.index(0).load(row_max.type.layout)
     rescale = exp2_minus_max(row_max, row_max_new)
     return (
         row_max_new,
@@ -372,95 +373,98 @@ def init_softmax_state(S: gl.constexpr, O: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def mainloop_left(
-    q, smem_kv, mbarriers, row_stats, score_scale, work_tile, tile_counts, S: gl.constexpr, O: gl.constexpr,
+def mainloop_qk_even_tiles_pv_left_columns(
+    q, smem_kv, mbarriers, smem_row_max_and_sum, score_scale, work_tile, tile_counts, S: gl.constexpr, O: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Computes the left warpgroup's main loop of a work tile; returns (SoftmaxState, TileCounts).
 
-    row_sum is of left tiles only, acc_o of columns 0 … 255.
+    row_sum is of even tiles only, acc_o of columns 0 … 255. smem_row_max_and_sum: row_max of even and of odd tiles,
+    then row_sum of both, which only `consumer` uses
     """
     ckv, k_pe = smem_kv.latents, smem_kv.pe
-    full, empty, p_left_full, p_right_full = mbarriers
-    n_block_begin, n_block_end, num_left_tiles, num_right_tiles = (
-        work_tile.n_block_begin, work_tile.n_block_end, tile_counts.num_left_tiles, tile_counts.num_right_tiles,
+    full, empty, p_even_full, p_odd_full = mbarriers
+    n_block_begin, n_block_end, num_even_tiles, num_odd_tiles = (
+        work_tile.n_block_begin, work_tile.n_block_end, tile_counts.num_even_tiles, tile_counts.num_odd_tiles,
     )  # fmt: skip
     row_max, row_sum, acc_o = init_softmax_state(S, O, cfg)
     for n_block in range(n_block_begin, n_block_end, 2):
-        # QK, mask and softmax of the left tile.
+        # QK, mask and softmax of the even tile.
         s = warpgroup_mma_wait(
-            0, [zero_oob_rows_and_start_qk(q, smem_kv, full, 0, num_left_tiles, n_block, work_tile.num_keys, S, cfg)]
+            0,
+            [wait_zero_oob_rows_and_start_qk(q, smem_kv, full, 0, num_even_tiles, n_block, work_tile.num_keys, S, cfg)],
         )
         p, row_max_new = mask_and_lazy_softmax_p_and_row_max(s, row_max, score_scale, n_block, work_tile, cfg)
         p_16bit = p.to(k_pe.dtype)
         # Publish row_max and P.
-        row_stats.index(0).store(row_max_new)
+        smem_row_max_and_sum.index(0).store(row_max_new)
         k_pe.index(0).store(p_16bit)
         fence_async_shared()
-        sync_and_arrive(p_left_full.index(0))
-        # Rescale and PV of the left tile.
+        sync_and_arrive(p_even_full.index(0))
+        # Rescale and PV of the even tile.
         rescale = exp2_minus_max(row_max, row_max_new)
         row_max, acc_o = row_max_new, rescale_acc(acc_o, rescale)
         acc_o = start_pv(gl.convert_layout(p_16bit, gl.DotOperandLayout(0, O, 2)), ckv, 0, 0, acc_o)
         row_sum = row_sum * rescale + gl.sum(p, 1)
-        acc_o = wait_pv_and_release_kv(acc_o, empty, 0, 0)
-        num_left_tiles += 1
-        # Rescale and PV of the right tile, with the other warpgroup's P.
+        acc_o = wait_pv_and_release_column_groups(acc_o, empty, 0, 0)
+        num_even_tiles += 1
+        # Rescale and PV of the odd tile, with the other warpgroup's P.
         if n_block + 1 < n_block_end:
-            mbarrier.wait(p_right_full.index(0), num_right_tiles & 1)
+            mbarrier.wait(p_odd_full.index(0), num_odd_tiles & 1)
             fence_copies(cfg)
-            row_max_new = row_stats.index(1).load(row_max.type.layout)
+            row_max_new = smem_row_max_and_sum.index(1).load(row_max.type.layout)
             rescale = exp2_minus_max(row_max, row_max_new)
             row_max, row_sum, acc_o = row_max_new, row_sum * rescale, rescale_acc(acc_o, rescale)
             acc_o = start_pv(k_pe.index(1), ckv, 1, 0, acc_o)
-            acc_o = wait_pv_and_release_kv(acc_o, empty, 1, 0)
-            num_right_tiles += 1
-    return SoftmaxState(row_max, row_sum, acc_o), TileCounts(num_left_tiles, num_right_tiles)
+            acc_o = wait_pv_and_release_column_groups(acc_o, empty, 1, 0)
+            num_odd_tiles += 1
+    return SoftmaxState(row_max, row_sum, acc_o), TileCounts(num_even_tiles, num_odd_tiles)
 
 
 @gluon.jit
-def mainloop_right(
-    q, smem_kv, mbarriers, row_stats, score_scale, work_tile, tile_counts, S: gl.constexpr, O: gl.constexpr,
+def mainloop_qk_odd_tiles_pv_right_columns(
+    q, smem_kv, mbarriers, smem_row_max_and_sum, score_scale, work_tile, tile_counts, S: gl.constexpr, O: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Computes the right warpgroup's main loop, as `mainloop_left`. The last pair may have no right tile."""
+    """Computes the right warpgroup's main loop, as `mainloop_qk_even_tiles_pv_left_columns`. The last even tile may
+    have no odd one."""
     ckv, k_pe = smem_kv.latents, smem_kv.pe
-    full, empty, p_left_full, p_right_full = mbarriers
-    n_block_begin, n_block_end, num_left_tiles, num_right_tiles = (
-        work_tile.n_block_begin, work_tile.n_block_end, tile_counts.num_left_tiles, tile_counts.num_right_tiles,
+    full, empty, p_even_full, p_odd_full = mbarriers
+    n_block_begin, n_block_end, num_even_tiles, num_odd_tiles = (
+        work_tile.n_block_begin, work_tile.n_block_end, tile_counts.num_even_tiles, tile_counts.num_odd_tiles,
     )  # fmt: skip
     row_max, row_sum, acc_o = init_softmax_state(S, O, cfg)
     for n_block in range(n_block_begin, n_block_end - 1, 2):
-        # QK of the right tile, PV of the left one.
-        s = zero_oob_rows_and_start_qk(q, smem_kv, full, 1, num_right_tiles, n_block + 1, work_tile.num_keys, S, cfg)
-        row_max, row_sum, acc_o = wait_p_and_start_pv_of_left_tile(
-            row_max, row_sum, acc_o, smem_kv, p_left_full, row_stats, num_left_tiles, cfg
+        # QK of the odd tile, PV of the even one.
+        s = wait_zero_oob_rows_and_start_qk(q, smem_kv, full, 1, num_odd_tiles, n_block + 1, work_tile.num_keys, S, cfg)
+        row_max, row_sum, acc_o = wait_p_rescale_and_start_pv_of_even_tile(
+            row_max, row_sum, acc_o, smem_kv, p_even_full, smem_row_max_and_sum, num_even_tiles, cfg
         )
         # Mask and softmax; publish row_max and P.
         s = warpgroup_mma_wait(1, [s])
         p, row_max_new = mask_and_lazy_softmax_p_and_row_max(s, row_max, score_scale, n_block + 1, work_tile, cfg)
         p_16bit = p.to(k_pe.dtype)
-        row_stats.index(1).store(row_max_new)
+        smem_row_max_and_sum.index(1).store(row_max_new)
         k_pe.index(1).store(p_16bit)
         fence_async_shared()
-        sync_and_arrive(p_right_full.index(0))
-        # Rescale and PV of the right tile.
-        acc_o = wait_pv_and_release_kv(acc_o, empty, 0, GROUPS_PER_WARPGROUP)
+        sync_and_arrive(p_odd_full.index(0))
+        # Rescale and PV of the odd tile.
+        acc_o = wait_pv_and_release_column_groups(acc_o, empty, 0, GROUPS_PER_WARPGROUP)
         rescale = exp2_minus_max(row_max, row_max_new)
         row_max, acc_o = row_max_new, rescale_acc(acc_o, rescale)
         acc_o = start_pv(gl.convert_layout(p_16bit, gl.DotOperandLayout(0, O, 2)), ckv, 1, GROUPS_PER_WARPGROUP, acc_o)
         row_sum = row_sum * rescale + gl.sum(p, 1)
-        acc_o = wait_pv_and_release_kv(acc_o, empty, 1, GROUPS_PER_WARPGROUP)
-        num_left_tiles += 1
-        num_right_tiles += 1
-    # PV of a left tile without a right one.
+        acc_o = wait_pv_and_release_column_groups(acc_o, empty, 1, GROUPS_PER_WARPGROUP)
+        num_even_tiles += 1
+        num_odd_tiles += 1
+    # PV of an even tile without an odd one.
     if (n_block_end - n_block_begin) % 2 == 1:
-        row_max, row_sum, acc_o = wait_p_and_start_pv_of_left_tile(
-            row_max, row_sum, acc_o, smem_kv, p_left_full, row_stats, num_left_tiles, cfg
+        row_max, row_sum, acc_o = wait_p_rescale_and_start_pv_of_even_tile(
+            row_max, row_sum, acc_o, smem_kv, p_even_full, smem_row_max_and_sum, num_even_tiles, cfg
         )
-        acc_o = wait_pv_and_release_kv(acc_o, empty, 0, GROUPS_PER_WARPGROUP)
-        num_left_tiles += 1
-    return SoftmaxState(row_max, row_sum, acc_o), TileCounts(num_left_tiles, num_right_tiles)
+        acc_o = wait_pv_and_release_column_groups(acc_o, empty, 0, GROUPS_PER_WARPGROUP)
+        num_even_tiles += 1
+    return SoftmaxState(row_max, row_sum, acc_o), TileCounts(num_even_tiles, num_odd_tiles)
 
 
 # Epilogue: the output, or a partial state for the combine.
@@ -473,7 +477,8 @@ def token_and_head_of_row(o_r, h, q_begin, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_output_or_partial_columns(state, acc_scale, lse, q_nope, tensors, is_unsplit, partial_slot, work_tile, h,
+def store_column_half_and_lse_to_output_or_workspace(state, acc_scale, lse, smem_q, tensors, is_unsplit, partial_slot,
+    work_tile, h,
                                  strides, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Stores this warpgroup's columns of the output, or of a split's partial state.
 
@@ -488,9 +493,9 @@ def store_output_or_partial_columns(state, acc_scale, lse, q_nope, tensors, is_u
     acc_scale = gl.convert_layout(gl.where(is_unsplit, acc_scale, 1.0), gl.SliceLayout(1, acc_parts[0].type.layout))
     W: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
     STAGING_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 16, [1, 0])
-    staging = reinterpret(q_nope.index(I_CONSUMER), gl.float32, [cfg.BLOCK_M, COLUMNS], STAGING_LAYOUT)
+    staging = reinterpret(smem_q.index(I_CONSUMER), gl.float32, [cfg.BLOCK_M, COLUMNS], STAGING_LAYOUT)
     staging_steps = reinterpret(
-        q_nope.index(I_CONSUMER), gl.float32, [cfg.BLOCK_M // ROWS_PER_STORE, ROWS_PER_STORE, COLUMNS], STAGING_LAYOUT
+        smem_q.index(I_CONSUMER), gl.float32, [cfg.BLOCK_M // ROWS_PER_STORE, ROWS_PER_STORE, COLUMNS], STAGING_LAYOUT
     )
     num_rows = gl.minimum(num_q_rows * cfg.GROUP - work_tile.m_block * cfg.BLOCK_M, cfg.BLOCK_M)
     for i in gl.static_range(NUM_PARTS):
@@ -523,7 +528,8 @@ def store_output_or_partial_columns(state, acc_scale, lse, q_nope, tensors, is_u
 
 @gluon.jit
 def consumer(
-    tensors, q, smem_kv, mbarriers, epilogue_barriers, row_stats, scales, cta_range, strides, LEFT: gl.constexpr,
+    tensors, q, smem_kv, mbarriers, epilogue_barriers, smem_row_max_and_sum, scales, cta_range, strides,
+    LEFT: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Computes the CTA range for one block of heads and half of the columns."""
@@ -540,7 +546,7 @@ def consumer(
     score_scale = gl.maximum(gl.abs(scales.score_scale), 1e-30)
     while block < block_end:
         # Next work tile.
-        work_tile = next_work_tile(
+        work_tile = find_work_tile_at_block(
             tensors.SEQ_LENS, tensors.CU_SEQLENS_Q, block, block_end, i_request, n_block_base, cfg
         )
         i_request, n_block_base = work_tile.i_request, work_tile.n_block_base
@@ -549,15 +555,17 @@ def consumer(
         sync_and_arrive(epilogue_barriers.q_full[I_CONSUMER].index(0))
         mbarrier.wait(epilogue_barriers.q_full[1 - I_CONSUMER].index(0), num_work_tiles & 1)
         # Main loop; then sum row_sum of both warpgroups.
-        mainloop: gl.constexpr = mainloop_left if LEFT else mainloop_right
+        mainloop: gl.constexpr = (
+            mainloop_qk_even_tiles_pv_left_columns if LEFT else mainloop_qk_odd_tiles_pv_right_columns
+        )
         mainloop_state, tile_counts = mainloop(
-            q, smem_kv, mbarriers, row_stats, score_scale, work_tile, tile_counts, S, O, cfg
+            q, smem_kv, mbarriers, smem_row_max_and_sum, score_scale, work_tile, tile_counts, S, O, cfg
         )
         row_sum = mainloop_state.row_sum
-        row_stats.index(2 + I_CONSUMER).store(row_sum)
+        smem_row_max_and_sum.index(2 + I_CONSUMER).store(row_sum)
         sync_and_arrive(epilogue_barriers.row_sum_full[I_CONSUMER].index(0))
         mbarrier.wait(epilogue_barriers.row_sum_full[1 - I_CONSUMER].index(0), num_work_tiles & 1)
-        row_sum += row_stats.index(3 - I_CONSUMER).load(gl.SliceLayout(1, S))
+        row_sum += smem_row_max_and_sum.index(3 - I_CONSUMER).load(gl.SliceLayout(1, S))
         num_work_tiles += 1
         # Epilogue: metadata, then the output or a partial state.
         if work_tile.n_block_begin == 0:  # both warpgroups store the same
@@ -573,7 +581,7 @@ def consumer(
         partial_slot = 2 * i_cta + (work_tile.n_block_begin == 0).to(gl.int32)
         is_unsplit = work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks
         state = SoftmaxState(row_max, row_sum, mainloop_state.acc_o)
-        store_output_or_partial_columns(
+        store_column_half_and_lse_to_output_or_workspace(
             state, acc_scale, lse, q.latents, tensors, is_unsplit, partial_slot, work_tile, h, strides, I_CONSUMER, cfg
         )
         block += work_tile.n_block_end - work_tile.n_block_begin
@@ -623,7 +631,7 @@ def mla_decode_two_warpgroups_kernel(
         DTYPE, [2, cfg.DV // TILE_COLUMNS // 2 * cfg.BLOCK_M, TILE_COLUMNS], SWIZZLE_LAYOUT
     )
     q_pe = gl.allocate_shared_memory(DTYPE, [1, cfg.BLOCK_M, cfg.BLOCK_PE], SWIZZLE_LAYOUT)
-    row_stats = gl.allocate_shared_memory(gl.float32, [4, cfg.BLOCK_M], FLAT_LAYOUT)
+    smem_row_max_and_sum = gl.allocate_shared_memory(gl.float32, [4, cfg.BLOCK_M], FLAT_LAYOUT)
     mbarriers = Mbarriers(
         allocate_mbarriers(2 * COLUMN_GROUPS + 2, copy_arrivals(cfg)),
         allocate_mbarriers(2 * COLUMN_GROUPS), allocate_mbarriers(1), allocate_mbarriers(1),
@@ -653,12 +661,14 @@ def mla_decode_two_warpgroups_kernel(
             (producer, (tensor_maps, cache_rows, page_lookup, smem_kv, mbarriers, cta_range, cfg)),
             (
                 consumer,
-                (tensors, q, smem_kv, mbarriers, epilogue_barriers, row_stats, scales, cta_range, strides, True, cfg),
+                (tensors, q, smem_kv, mbarriers, epilogue_barriers, smem_row_max_and_sum, scales, cta_range, strides,
+                True, cfg),
             ),
             (
                 consumer,
                 (
-                    tensors, q, smem_kv, mbarriers, epilogue_barriers, row_stats, scales, cta_range, strides, False,
+                    tensors, q, smem_kv, mbarriers, epilogue_barriers, smem_row_max_and_sum, scales, cta_range,
+                    strides, False,
                     cfg,
                 ),
             ),
@@ -668,6 +678,6 @@ def mla_decode_two_warpgroups_kernel(
     )  # fmt: skip
     # Query rows of no request.
     if cfg.VARLEN_Q:
-        zero_padding_rows(
+        store_empty_output_of_padding_rows(
             OUT, LSE, padding_begin, T, i_cta, num_ctas, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg
         )

@@ -108,8 +108,8 @@ def producer(
     kv_iter = 0  # key blocks copied
     while i_work_tile < queue.num_work_tiles:
         # Tile scheduler: the request, head and queries of this work tile
-        next_work_tile = i_work_tile
-        i_request, head, m_block = work_tile_coords(i_work_tile, queue.num_m_blocks, queue.H, queue.heads_per_group)
+        find_work_tile_at_block = i_work_tile
+        i_request, head, m_block = work_tile_coords(i_work_tile, queue.num_m_blocks, queue.H, queue.heads_per_l2_group)
         request = load_request_shape(queue, i_request)
         q_begin, num_queries, num_keys = request.q_begin, request.num_queries, request.num_keys
         m_start = m_block * BLOCK_M
@@ -126,7 +126,7 @@ def producer(
                 stage = kv_iter % STAGES
                 phase = (kv_iter // STAGES) & 1
                 if i == num_n_blocks - 1:  # no earlier: the CTA that is done first takes the next work tile
-                    next_work_tile = gl.atomic_add(queue.WORK_COUNTER, 1, sem="relaxed") + gl.num_programs(0)
+                    find_work_tile_at_block = gl.atomic_add(queue.WORK_COUNTER, 1, sem="relaxed") + gl.num_programs(0)
                 # K: wait for a free stage, copy
                 mbarrier.wait(k_empty.index(stage), phase ^ 1)
                 mbarrier.expect(k_full.index(stage), BLOCK_N * (DN + R) * element_bytes)
@@ -160,8 +160,8 @@ def producer(
                 kv_iter += 1
             num_done += 1
         else:
-            next_work_tile = gl.atomic_add(queue.WORK_COUNTER, 1, sem="relaxed") + gl.num_programs(0)
-        i_work_tile = next_work_tile
+            find_work_tile_at_block = gl.atomic_add(queue.WORK_COUNTER, 1, sem="relaxed") + gl.num_programs(0)
+        i_work_tile = find_work_tile_at_block
     # The end, for both consumers
     for i_consumer in gl.static_range(2):
         mbarrier.wait(mbarriers.q_empty.index(i_consumer), (num_done & 1) ^ 1)
@@ -378,10 +378,10 @@ def consumer(
 # The kernel.
 
 
-@gluon.jit(do_not_specialize=["num_rows", "num_m_blocks", "heads_per_group", "num_work_tiles"])
+@gluon.jit(do_not_specialize=["num_rows", "num_m_blocks", "heads_per_l2_group", "num_work_tiles"])
 def attention_kernel(
     Q, Q_PE_MAP, KV, KPE_MAP, OUT, OUT_RESIDUAL, LSE, WORK_COUNTER, OVERFLOW_FLAG, MAY_HAVE_NAN, CU_SEQLENS_Q,
-    CACHE_LENS, CHUNK_ROW_OFFSETS, CACHE_OFFSETS, num_rows, num_m_blocks, H, heads_per_group,
+    CACHE_LENS, CHUNK_ROW_OFFSETS, CACHE_OFFSETS, num_rows, num_m_blocks, H, heads_per_l2_group,
     num_work_tiles, head_stride, score_scale, stride_ot, stride_oh, stride_lt, stride_lh,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_PREVIOUS_CHUNK: gl.constexpr, HAS_NEXT_CHUNK: gl.constexpr,
     HAS_LSE: gl.constexpr, REGISTERS_PER_THREAD: gl.constexpr, USE_PDL: gl.constexpr, ONLY_IF_OVERFLOWED: gl.constexpr,
@@ -415,7 +415,7 @@ def attention_kernel(
     tensor_maps = TensorMaps(Q, Q_PE_MAP, KV, KV, KPE_MAP)
     work_queue = WorkQueue(
         WORK_COUNTER, CU_SEQLENS_Q, CACHE_LENS, CHUNK_ROW_OFFSETS, CACHE_OFFSETS, num_rows, num_m_blocks, H,
-        heads_per_group, num_work_tiles, head_stride,
+        heads_per_l2_group, num_work_tiles, head_stride,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -449,12 +449,12 @@ def tensor_map_args(f: SimpleNamespace, num_rows: int, block_n: int) -> dict[str
     }
 
 
-def heads_per_l2_group(num_rows: int, itemsize: int, requests: int, dims: HeadDims) -> int:
+def choose_heads_per_l2_group(num_kv_rows: int, kv_itemsize: int, num_requests: int, dims: HeadDims) -> int:
     """Returns how many heads' work tiles are scheduled together, so that their keys and values stay in the L2 cache."""
-    kv_bytes_per_head = num_rows * itemsize * (dims.nope + dims.dim_v)
-    if kv_bytes_per_head * dims.heads <= _L2_BYTES * requests:
+    kv_bytes_per_head = num_kv_rows * kv_itemsize * (dims.nope + dims.dim_v)
+    if kv_bytes_per_head * dims.heads <= _L2_BYTES * num_requests:
         return dims.heads
-    return max(1, min(dims.heads, _L2_BYTES * requests // 2 // kv_bytes_per_head))
+    return max(1, min(dims.heads, _L2_BYTES * num_requests // 2 // kv_bytes_per_head))
 
 
 def head_dims(f: SimpleNamespace) -> HeadDims:
@@ -462,18 +462,20 @@ def head_dims(f: SimpleNamespace) -> HeadDims:
     return HeadDims(f.q.shape[1], f.q.shape[2] - rope, rope, f.out.shape[2])
 
 
-def attention_args(f: SimpleNamespace, chunk: int, num_rows: int, block_m: int, several_chunks: bool) -> dict[str, Any]:
+def attention_args_without_tensor_maps(
+    f: SimpleNamespace, i_chunk: int, num_rows: int, block_m: int, several_chunks: bool
+) -> dict[str, Any]:
     """Returns arguments of either attention kernel for a chunk of `num_rows` rows, without tensor maps and counters."""
     dims, requests, num_m_blocks = head_dims(f), f.cache_lens.shape[0], -(-f.max_q_len // block_m)
     lse, lse_strides = lse_tensor_and_strides(f, several_chunks)
     tensors = tensor_args(
         OUT="out", LSE=lse, MAY_HAVE_NAN="MAY_HAVE_NAN", CU_SEQLENS_Q="cu_seqlens_q", CACHE_LENS="cache_lens"
     )
-    chunk_offsets = chunk_offset_args(chunk)
+    chunk_offsets = chunk_offset_args(i_chunk)
     return tensors | stride_args(f.out, stride_o="th") | {
         "CHUNK_ROW_OFFSETS": chunk_offsets["CHUNK_ROW_OFFSETS"], "CACHE_OFFSETS": chunk_offsets["CACHE_OFFSETS"],
         "num_rows": num_rows, "num_m_blocks": num_m_blocks, "H": dims.heads,
-        "heads_per_group": heads_per_l2_group(num_rows, f.q.dtype.itemsize, requests, dims),
+        "heads_per_l2_group": choose_heads_per_l2_group(num_rows, f.q.dtype.itemsize, requests, dims),
         "num_work_tiles": requests * num_m_blocks * dims.heads,
         "head_stride": f.q.stride[1], "score_scale": f.softmax_scale * math.log2(math.e),
         "stride_lt": lse_strides[0], "stride_lh": lse_strides[1], "HAS_LSE": lse != "out",
@@ -481,7 +483,7 @@ def attention_args(f: SimpleNamespace, chunk: int, num_rows: int, block_m: int, 
 
 
 def make_attention_launch(
-    f: SimpleNamespace, chunk: int, num_rows: int, has_previous_chunk: bool, has_next_chunk: bool, num_sms: int,
+    f: SimpleNamespace, i_chunk: int, num_rows: int, has_previous_chunk: bool, has_next_chunk: bool, num_sms: int,
     use_pdl: bool,
     only_if_overflowed: bool,
 ) -> KernelLaunch:  # fmt: skip
@@ -494,7 +496,8 @@ def make_attention_launch(
     only_if_overflowed: the kernel does something only where that of three warpgroups overflowed
     """
     several_chunks = has_previous_chunk or has_next_chunk
-    arguments = tensor_map_args(f, num_rows, BLOCK_N) | attention_args(f, chunk, num_rows, BLOCK_M.value,
+    arguments = tensor_map_args(f, num_rows, BLOCK_N) | attention_args_without_tensor_maps(f, i_chunk, num_rows,
+        BLOCK_M.value,
                                                                        several_chunks) | {
         **tensor_args(OUT_RESIDUAL="OUT_RESIDUAL" if several_chunks else "out", WORK_COUNTER="WORK_COUNTER"),
         # read only if needed

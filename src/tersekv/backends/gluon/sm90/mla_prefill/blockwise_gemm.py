@@ -103,7 +103,7 @@ def producer(A, W, num_m_blocks, num_tiles, buffers, mbarriers, K_BLOCKS: gl.con
 
 
 @gluon.jit
-def start_half_product(a, w, I_HALF: gl.constexpr, ACC: gl.constexpr):
+def start_mma_of_weight_row_half(a, w, I_HALF: gl.constexpr, ACC: gl.constexpr):
     """Starts the MMA of 128 columns of latents with half of the panel's rows."""
     zero = gl.full([ROWS_PER_WARPGROUP, HALF_BLOCK_N], 0.0, gl.float32, ACC)
     return warpgroup_mma(
@@ -167,13 +167,13 @@ def consumer(
             a = a_s.index(stage).slice(I_CONSUMER * ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP)
             w = w_s.index(panel_stage * K_BLOCKS + k_block)
             # Left half, while the right half of the last iteration is scaled and added
-            product_left = start_half_product(a, w, 0, ACC)
+            product_left = start_mma_of_weight_row_half(a, w, 0, ACC)
             if k_block > 0:
                 product_right = warpgroup_mma_wait(1, [product_right])
                 mbarrier.arrive(a_empty.index((k_iter - 1) % STAGES), count=1)
                 acc_right = gl.fma(product_right, gl.broadcast(prev_scale[:, None], acc_right)[0], acc_right)
             # Right half, while the left one is scaled and added
-            product_right = start_half_product(a, w, 1, ACC)
+            product_right = start_mma_of_weight_row_half(a, w, 1, ACC)
             product_left = warpgroup_mma_wait(1, [product_left])
             acc_left = gl.fma(product_left, gl.broadcast(scale[:, None], acc_left)[0], acc_left)
             prev_scale = scale

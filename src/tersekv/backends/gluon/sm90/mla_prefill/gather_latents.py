@@ -64,7 +64,7 @@ def apply_rope_to_heads_in_place(
 
 
 @triton.jit
-def rope_queries_or_clear_outputs(
+def rope_queries_in_place_or_store_empty_outputs(
     Q, OUT, LSE, FREQS_CIS, CACHE_LENS, CU_SEQLENS_Q, i_row, num_tokens, B, H, max_pos, stride_qt, stride_qh, stride_ot,
     stride_oh, stride_lt,
     stride_lh, stride_freqs_cis, DN: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, DV: tl.constexpr,
@@ -109,7 +109,7 @@ def gather_latents_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     tl.store(WORK_COUNTER + tl.arange(0, 4), tl.zeros([4], tl.int32), mask=i_row == 0)
     if IS_FIRST_CHUNK:
-        rope_queries_or_clear_outputs(
+        rope_queries_in_place_or_store_empty_outputs(
             Q, OUT, LSE, FREQS_CIS, CACHE_LENS, CU_SEQLENS_Q, i_row, num_tokens, B, H, max_pos, stride_qt, stride_qh,
             stride_ot, stride_oh,
             stride_lt, stride_lh, stride_freqs_cis, DN, R, R_PAD, DV, DV_PAD, BLOCK_H,
@@ -157,7 +157,7 @@ def gather_latents_kernel(
 
 
 def make_gather_launch(
-    f: SimpleNamespace, chunk: int, num_rows: int, max_rows: int, native_casts: bool, is_first_chunk: bool,
+    f: SimpleNamespace, i_chunk: int, num_rows: int, max_rows: int, native_casts: bool, is_first_chunk: bool,
     use_pdl: bool,
 ) -> KernelLaunch:  # fmt: skip
     """Returns the launch for a chunk of `num_rows` rows, in buffers for `max_rows`. is_first_chunk: of the call."""
@@ -165,7 +165,7 @@ def make_gather_launch(
         BYTES, CODES_OUT="CODES", SCALES_OUT="SCALES", K_PE_OUT="K_PE", WORK_COUNTER="WORK_COUNTER",
         MAY_HAVE_NAN="MAY_HAVE_NAN",
     )  # fmt: skip
-    arguments = latent_cache_args(f) | rope_query_args(f) | empty_output_args(f) | chunk_offset_args(chunk)
+    arguments = latent_cache_args(f) | rope_query_args(f) | empty_output_args(f) | chunk_offset_args(i_chunk)
     arguments |= output_tensors | {
         "num_tokens": f.q.shape[0], "stride_scales_out": max_rows if f.kv_b_proj_scale is not None else 0,
         "BLOCK_H": min(_MAX_BLOCK_H, next_power_of_2(f.q.shape[1])), "STORAGE_KIND": k_pe_storage_kind(f.format),

@@ -30,7 +30,7 @@ from ...versions import thread_barrier, tma_load
 from ..parts.online_softmax import pack_p_16bit, row_sums_by_lane, softmax_step, split_columns, unpack_p_16bit
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_launch_dependents, pdl_wait
 from ..parts.tensor_maps import tensor_map_arg
-from .attention import OVERFLOWED, TAKEN_BY_THREE_WARPGROUPS, attention_args, tensor_map_args
+from .attention import OVERFLOWED, TAKEN_BY_THREE_WARPGROUPS, attention_args_without_tensor_maps, tensor_map_args
 from .tile_scheduler import (
     LN2,
     ROWS_PER_WARPGROUP,
@@ -90,7 +90,7 @@ class ConsumerArgs(NamedTuple):
 
 
 @gluon.jit
-def copy_v_half(tensor_maps, kv_row, o_column, v_iter, buffers, mbarriers):
+def acquire_and_copy_v_key_half(tensor_maps, kv_row, o_column, v_iter, buffers, mbarriers):
     """Copies half a key block of V."""
     stage = v_iter % STAGES_V
     mbarrier.wait(mbarriers.v_empty.index(stage), ((v_iter // STAGES_V) & 1) ^ 1)
@@ -109,7 +109,7 @@ def producer(tensor_maps, queue, buffers, mbarriers):
     kv_iter = 0  # key blocks copied
     while i_work_tile < queue.num_work_tiles:
         # Tile scheduler: the request, head and queries of this work tile
-        i_request, head, m_block = work_tile_coords(i_work_tile, queue.num_m_blocks, queue.H, queue.heads_per_group)
+        i_request, head, m_block = work_tile_coords(i_work_tile, queue.num_m_blocks, queue.H, queue.heads_per_l2_group)
         request = load_request_shape(queue, i_request)
         q_begin, num_queries, num_keys, chunk_row = (
             request.q_begin, request.num_queries, request.num_keys, request.chunk_row,
@@ -133,7 +133,7 @@ def producer(tensor_maps, queue, buffers, mbarriers):
                 tma_load(tensor_maps.KPE_MAP, [kv_row, 0], k_full.index(stage), buffers.k_pe.index(stage))
                 # Halves are released in this order: the second of a block after the keys of the next.
                 if i > 0:
-                    copy_v_half(
+                    acquire_and_copy_v_key_half(
                         tensor_maps, kv_row + BLOCK_N + HALF_BLOCK_N, o_column + DN, 2 * kv_iter - 1, buffers, mbarriers
                     )
                 # Q, with the work tile's info: wait until the last work tile's is read, copy
@@ -158,15 +158,17 @@ def producer(tensor_maps, queue, buffers, mbarriers):
                             tensor_maps.Q_PE_MAP, [q_row, head * queue.head_stride + DN], q_full_barrier,
                             buffers.q_pe.index(i_consumer),
                         )  # fmt: skip
-                copy_v_half(tensor_maps, kv_row, o_column + DN, 2 * kv_iter, buffers, mbarriers)
+                acquire_and_copy_v_key_half(tensor_maps, kv_row, o_column + DN, 2 * kv_iter, buffers, mbarriers)
                 kv_iter += 1
                 kv_row -= BLOCK_N
             num_done += 1
         # No earlier: the CTA that is done first takes the next work tile.
-        next_work_tile = gl.atomic_add(queue.WORK_COUNTER, 1, sem="relaxed") + gl.num_programs(0)
+        find_work_tile_at_block = gl.atomic_add(queue.WORK_COUNTER, 1, sem="relaxed") + gl.num_programs(0)
         if has_work:
-            copy_v_half(tensor_maps, chunk_row + HALF_BLOCK_N, o_column + DN, 2 * kv_iter - 1, buffers, mbarriers)
-        i_work_tile = next_work_tile
+            acquire_and_copy_v_key_half(
+                tensor_maps, chunk_row + HALF_BLOCK_N, o_column + DN, 2 * kv_iter - 1, buffers, mbarriers
+            )
+        i_work_tile = find_work_tile_at_block
     # The end, for all consumers
     for i_consumer in gl.static_range(WARPGROUPS):
         mbarrier.wait(mbarriers.q_empty.index(i_consumer), (num_done & 1) ^ 1)
@@ -237,7 +239,7 @@ def mainloop_step(
 
 
 @gluon.jit
-def release_tiles_unread(kv_iter, num_tiles, mbarriers):
+def wait_and_release_tiles_unread(kv_iter, num_tiles, mbarriers):
     """Releases num_tiles key blocks unread."""
     k_full, k_empty, v_full, v_empty = mbarriers.k_full, mbarriers.k_empty, mbarriers.v_full, mbarriers.v_empty
     for i in range(num_tiles):  # noqa: B007 - an underscore is a barrier already
@@ -255,7 +257,7 @@ def release_tiles_unread(kv_iter, num_tiles, mbarriers):
 
 
 @gluon.jit
-def store_output_and_check_overflow(args, tile_info, state, I_CONSUMER: gl.constexpr, HAS_LSE: gl.constexpr):
+def store_output_lse_and_flag_overflow(args, tile_info, state, I_CONSUMER: gl.constexpr, HAS_LSE: gl.constexpr):
     """Stores a work tile's output, and sets OVERFLOW_FLAG where it overflowed."""
     OUT, strides, q_row, first_valid_row = args.OUT, args.strides, tile_info.q_row, tile_info.num_rows
     acc_o, row_max, row_sum = state
@@ -320,7 +322,7 @@ def consumer(args, I_CONSUMER: gl.constexpr, HAS_LSE: gl.constexpr):
                 gl.maximum((visible_keys + BLOCK_N - 1) // BLOCK_N, 0),
                 0,
             )
-            kv_iter = release_tiles_unread(kv_iter, num_n_blocks - num_own_blocks, mbarriers)
+            kv_iter = wait_and_release_tiles_unread(kv_iter, num_n_blocks - num_own_blocks, mbarriers)
             mbarrier.arrive(mbarriers.q_empty.index(I_CONSUMER), count=1, pred=num_own_blocks == 0)
             acc_o, row_max = init_acc_and_max(S, O, DV)
             row_sum = row_sums_by_lane(gl.full([ROWS_PER_WARPGROUP, BLOCK_N], 0.0, gl.float32, S))
@@ -357,16 +359,18 @@ def consumer(args, I_CONSUMER: gl.constexpr, HAS_LSE: gl.constexpr):
                 )  # fmt: skip
                 kv_iter += 1
             # Epilogue
-            store_output_and_check_overflow(args, tile_info, SoftmaxState(acc_o, row_max, row_sum), I_CONSUMER, HAS_LSE)
+            store_output_lse_and_flag_overflow(
+                args, tile_info, SoftmaxState(acc_o, row_max, row_sum), I_CONSUMER, HAS_LSE
+            )
 
 
 # The kernel.
 
 
-@gluon.jit(do_not_specialize=["num_rows", "num_m_blocks", "heads_per_group", "num_work_tiles"])
+@gluon.jit(do_not_specialize=["num_rows", "num_m_blocks", "heads_per_l2_group", "num_work_tiles"])
 def attention_three_warpgroups_kernel(
     Q, Q_PE_MAP, KEYS, VALUES, KPE_MAP, OUT, LSE, WORK_COUNTER, OVERFLOW_FLAG, MAY_HAVE_NAN, CU_SEQLENS_Q, CACHE_LENS,
-    CHUNK_ROW_OFFSETS, CACHE_OFFSETS, num_rows, num_m_blocks, H, heads_per_group,
+    CHUNK_ROW_OFFSETS, CACHE_OFFSETS, num_rows, num_m_blocks, H, heads_per_l2_group,
     num_work_tiles, head_stride, score_scale, stride_ot, stride_oh, stride_lt, stride_lh,
     HAS_LSE: gl.constexpr, REGISTERS_PER_THREAD: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
@@ -401,7 +405,7 @@ def attention_three_warpgroups_kernel(
     tensor_maps = TensorMaps(Q, Q_PE_MAP, KEYS, VALUES, KPE_MAP)
     work_queue = WorkQueue(
         WORK_COUNTER, CU_SEQLENS_Q, CACHE_LENS, CHUNK_ROW_OFFSETS, CACHE_OFFSETS, num_rows, num_m_blocks, H,
-        heads_per_group, num_work_tiles, head_stride,
+        heads_per_l2_group, num_work_tiles, head_stride,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -426,11 +430,11 @@ def is_faster_than_two_warpgroups(f: SimpleNamespace, num_sms: int) -> bool:
     )
 
 
-def make_attention_launch(f: SimpleNamespace, chunk: int, num_rows: int, num_sms: int, use_pdl: bool) -> KernelLaunch:
+def make_attention_launch(f: SimpleNamespace, i_chunk: int, num_rows: int, num_sms: int, use_pdl: bool) -> KernelLaunch:
     """Returns the launch for the only chunk, of `num_rows` rows (WORK_COUNTER: `attention.make_attention_launch`)."""
     tensor_maps, dim_v, columns = tensor_map_args(f, num_rows, BLOCK_N.value), f.out.shape[2], f.kv_b_proj.shape[0]
     layout = gl.NVMMASharedLayout.get_default_for([ROWS_PER_WARPGROUP.value, 64], gl.bfloat16)
-    arguments = attention_args(f, chunk, num_rows, BLOCK_M.value, False) | {
+    arguments = attention_args_without_tensor_maps(f, i_chunk, num_rows, BLOCK_M.value, False) | {
         "Q": tensor_maps["Q"], "Q_PE_MAP": tensor_maps["Q_PE_MAP"], "KEYS": tensor_maps["KV"],
         "KPE_MAP": tensor_maps["KPE_MAP"],
         "VALUES": tensor_map_arg("KV", [num_rows, columns], [columns, 1], [HALF_BLOCK_N.value, dim_v], layout),

@@ -41,7 +41,7 @@ class WorkQueue(NamedTuple):
     num_rows: gl.tensor  # of the chunk
     num_m_blocks: gl.tensor  # per request, at most
     H: gl.tensor
-    heads_per_group: gl.tensor  # heads whose work tiles are scheduled together
+    heads_per_l2_group: gl.tensor  # heads whose work tiles are scheduled together
     num_work_tiles: gl.tensor
     head_stride: gl.tensor  # of q
 
@@ -98,10 +98,10 @@ class WorkTileInfo(NamedTuple):
 
 
 @gluon.jit
-def extract_field(tile_info, i: gl.constexpr):
+def element_as_scalar(x, i: gl.constexpr):
     """Returns one field of a work tile's info, which every thread holds in full."""
-    o = gl.arange(0, TILE_INFO_FIELDS, tile_info.type.layout)
-    return gl.sum(gl.where(o == i, tile_info, 0), 0)
+    o = gl.arange(0, TILE_INFO_FIELDS, x.type.layout)
+    return gl.sum(gl.where(o == i, x, 0), 0)
 
 
 @gluon.jit
@@ -126,22 +126,22 @@ def publish_work_tile(SMEM, q_row, num_rows, causal_limit, num_keys, num_n_block
 def unpack_work_tile(tile_info):
     """Returns a work tile's WorkTileInfo, as it was published."""
     q_row, num_rows, causal_limit = (
-        extract_field(tile_info, 0), extract_field(tile_info, 1), extract_field(tile_info, 2),
+        element_as_scalar(tile_info, 0), element_as_scalar(tile_info, 1), element_as_scalar(tile_info, 2),
     )  # fmt: skip
     return WorkTileInfo(
-        q_row, num_rows, causal_limit, extract_field(tile_info, 3), extract_field(tile_info, 4),
-        extract_field(tile_info, 5),
+        q_row, num_rows, causal_limit, element_as_scalar(tile_info, 3), element_as_scalar(tile_info, 4),
+        element_as_scalar(tile_info, 5),
     )  # fmt: skip
 
 
 @gluon.jit
-def work_tile_coords(i_work_tile, num_m_blocks, H, heads_per_group):
+def work_tile_coords(i_work_tile, num_m_blocks, H, heads_per_l2_group):
     """Returns (request, head, m_block): late blocks first, within groups of heads."""
     i_request = i_work_tile // (num_m_blocks * H)
     i_in_request = i_work_tile % (num_m_blocks * H)
-    first_head = i_in_request // (num_m_blocks * heads_per_group) * heads_per_group
-    group_size = gl.minimum(H - first_head, heads_per_group)
-    i_in_request = i_in_request % (num_m_blocks * heads_per_group)
+    first_head = i_in_request // (num_m_blocks * heads_per_l2_group) * heads_per_l2_group
+    group_size = gl.minimum(H - first_head, heads_per_l2_group)
+    i_in_request = i_in_request % (num_m_blocks * heads_per_l2_group)
     return i_request, first_head + i_in_request % group_size, num_m_blocks - 1 - i_in_request // group_size
 
 

@@ -219,7 +219,7 @@ def dequant_e2m1_to_4_operands(packed, block_scales, IN_ROW_ORDER_DIV_64: gl.con
 
 
 @gluon.jit
-def logical_column(converted_column, cfg: gl.constexpr):
+def head_column_of_converted_column(converted_column, cfg: gl.constexpr):
     """Returns the column of the head at a position of a row in shared memory, in the order of the conversion."""
     if cfg.PACK == 2:
         return converted_column

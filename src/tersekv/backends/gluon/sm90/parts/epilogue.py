@@ -44,21 +44,21 @@ def token_and_head_of_q_rows(m_block, h, q_begin, num_q_rows, LAYOUT: gl.constex
 
 
 @gluon.jit
-def zero_padding_rows(
+def store_empty_output_of_padding_rows(
     OUT, LSE, i_token, T, i_cta, num_ctas, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg: gl.constexpr,
-    COLUMN_PARTS: gl.constexpr = 1,
+    HEAD_DIM_PARTS: gl.constexpr = 1,
 ):  # fmt: skip
     """Stores output 0 and LSE −inf for query rows behind the last request.
 
-    COLUMN_PARTS: of a head, each of which counts as one in HEADS
+    HEAD_DIM_PARTS: of a head, each of which counts as one in HEADS
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    o_d = gl.arange(0, COLUMN_PARTS * cfg.PACK * cfg.BLOCK_DV, LAYOUT)
+    o_d = gl.arange(0, HEAD_DIM_PARTS * cfg.PACK * cfg.BLOCK_DV, LAYOUT)
     i_token += i_cta
     while i_token < T:
-        for head in range(cfg.HEADS // COLUMN_PARTS * cfg.GROUP):
+        for head in range(cfg.HEADS // HEAD_DIM_PARTS * cfg.GROUP):
             p_out = OUT + i_token.to(gl.int64) * stride_out_t + head.to(gl.int64) * stride_out_h + o_d
-            gl.store(p_out, (o_d * 0).to(gl.float32).to(OUT.dtype.element_ty), mask=o_d < COLUMN_PARTS * cfg.DV)
+            gl.store(p_out, (o_d * 0).to(gl.float32).to(OUT.dtype.element_ty), mask=o_d < HEAD_DIM_PARTS * cfg.DV)
             if cfg.HAS_LSE:
                 gl.store(LSE + i_token.to(gl.int64) * stride_lse_t + head.to(gl.int64) * stride_lse_h, float("-inf"))
         i_token += num_ctas

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....host.kernel_config import KernelConfig
-from .dequant import logical_column
+from .dequant import head_column_of_converted_column
 from .online_softmax import SoftmaxState
 
 
@@ -30,7 +30,7 @@ class Rotation(KernelConfig):
         return self.ROTATED or self.SCALED
 
 
-def make_rotation(signs: Any, channel_scales: Any) -> Rotation:
+def rotation_config(signs: Any, channel_scales: Any) -> Rotation:
     """Returns the Rotation for the facts of signs and channel scales; None: there are none."""
     return Rotation(
         signs is not None, channel_scales is not None, 0 if channel_scales is None else channel_scales.stride[0]
@@ -184,7 +184,7 @@ def _load_column_scales_of_k_or_v(
     scales = ()
     for j in gl.static_range(NUM_TILES):
         o_head, o_d = gl.broadcast(
-            heads, logical_column(position, cfg) if tile_cfg.LARGE_M else NUM_TILES * position + j
+            heads, head_column_of_converted_column(position, cfg) if tile_cfg.LARGE_M else NUM_TILES * position + j
         )
         scales = scales + (load_column_scales(tensors[0], tensors[1], o_head, o_d, D, rotation),)
     return scales
@@ -294,7 +294,7 @@ def unrotate_and_scale_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr):
 
 
 @gluon.jit
-def unscale_and_rotate_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr):
+def unscale_and_rotate_new_v_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr):
     """Returns acc_o of new V, rotated to be added to that of cached V."""
     ROTATION: gl.constexpr = cfg.V_ROTATION
     o_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))

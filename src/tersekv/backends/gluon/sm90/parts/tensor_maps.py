@@ -104,7 +104,7 @@ class KVLayout(KernelConfig):
     SMEM_SHAPE: tuple[int, ...]  # MMA tiles of a buffer in all stages, heads, keys, packed; else see `make_kv_layout`
     COPY_BYTES: int
     ROTATION: Rotation
-    PADDED_HEADS: int = 1  # heads of a group that is copied as padded tiles (`_padded_group_heads_and_shift`)
+    PADDED_HEADS: int = 1  # heads of a group that is copied as padded tiles (`_heads_per_padded_row_and_word_shift`)
     HEAD_SHIFT: int = 0  # packed words by which a head's row begins later in its padded row than the previous head's
     ROW_PACKED: int = 0  # packed words of a row
     SCALE_SMEM_SHAPE: tuple[int, ...] = ()  # tiles, heads and keys in either order, and words if there are several
@@ -132,7 +132,7 @@ class KVLayout(KernelConfig):
 
 class TensorMapSpec(NamedTuple):
     """Tensor map of a cache: shape, strides and box of one copy in elements of `view`; rows per page, or 0 where pages
-    are a dimension of their own; padded_heads: heads of a group (`_padded_group_heads_and_shift`)."""
+    are a dimension of their own; padded_heads: heads of a group (`_heads_per_padded_row_and_word_shift`)."""
 
     shape: list[int]
     strides: list[int]
@@ -168,15 +168,15 @@ class TensorMapSpec(NamedTuple):
 
 
 def make_tensor_map_specs(
-    f: SimpleNamespace, heads_per_cta: int, keys_per_copy: int, shared_tiles: bool, column_parts: int
+    f: SimpleNamespace, heads_per_cta: int, keys_per_copy: int, shared_tiles: bool, head_dim_parts: int
 ) -> tuple[list[TensorMapSpec], list[TensorMapSpec | None]]:
     """Returns the specs of K and V codes, and of stored scales that are copied, else None; a copy is `keys_per_copy`
-    keys of `heads_per_cta` heads, or parts of heads: see `decode/config.in_column_parts`."""
-    codes = [kv_map_spec(x, heads_per_cta, keys_per_copy, column_parts) for x in (f.k_cache, f.v_cache)]
+    keys of `heads_per_cta` heads, or parts of heads: see `decode/config.facts_with_head_dim_parts`."""
+    codes = [kv_map_spec(x, heads_per_cta, keys_per_copy, head_dim_parts) for x in (f.k_cache, f.v_cache)]
     scales = [
         None
         if x is None or shared_tiles
-        else scale_map_spec(x, heads_of_scales(fmt, heads_per_cta, column_parts), keys_per_copy, fmt.scale == BLOCK)
+        else scale_map_spec(x, num_scale_heads(fmt, heads_per_cta, head_dim_parts), keys_per_copy, fmt.scale == BLOCK)
         for x, fmt in zip((f.k_scale_cache, f.v_scale_cache), pair_of(f), strict=True)
     ]
     return [spec for spec in codes if spec is not None], scales
@@ -185,20 +185,20 @@ def make_tensor_map_specs(
 # ---- codes ----
 
 
-def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, column_parts: int = 1) -> TensorMapSpec | None:
+def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, head_dim_parts: int = 1) -> TensorMapSpec | None:
     """Returns the spec of a cache: [rows / 16, heads, 16, packed]; [pages, slots / 16, heads, 16, packed] where the row
     pitch is not constant across pages, as with scales in their tails. None: it cannot be copied. 8 for 16 in copies
     of 8.
 
     A packed word is 16 bits. In shared memory a copy of many keys is tiles of 16 keys, whose rows are a power of two:
-    the engine pads a shorter row with zeros, or with its neighbours (`_padded_group_heads_and_shift`).
+    the engine pads a shorter row with zeros, or with its neighbours (`_heads_per_padded_row_and_word_shift`).
 
-    column_parts: of a head; each counts as one in the cache's shape, but not in its strides
+    head_dim_parts: of a head; each counts as one in the cache's shape, but not in its strides
     """
     pages, slots, heads, width = cache.shape
     size = cache.dtype.itemsize
     s_p, s_s, s_h = cache.stride[:3]
-    parts_are_heads = s_h == column_parts * width
+    parts_are_heads = s_h == head_dim_parts * width
     if parts_are_heads:
         s_h = width
     # A tensor map of heads that share memory would have a stride of 0.
@@ -210,7 +210,7 @@ def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, column_parts
     rows = (pages - 1) * rows_per_page + slots
     # Pages that share memory have no pitch: a stride of 0 is refused below.
     flat = s_p > 0 and s_p % (n * s_s) == 0 and n <= rows < 2**31
-    padded_heads, shift = _padded_group_heads_and_shift(2 * packed, heads_per_cta) if s_h == width else (1, 0)
+    padded_heads, shift = _heads_per_padded_row_and_word_shift(2 * packed, heads_per_cta) if s_h == width else (1, 0)
     if flat and padded_heads > 1:
         group_row = packed + (padded_heads - 1) * shift  # of a group's last row, from the begin of its padded row
         shape, box = (
@@ -227,12 +227,12 @@ def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, column_parts
         [n * token_stride, s_h * size // 2, token_stride, 1],
         [keys_per_copy // n, heads_per_cta, n, padded_packed],
     )
-    if not parts_are_heads and column_parts > 1:
+    if not parts_are_heads and head_dim_parts > 1:
         if not flat:
             return None
-        shape, strides = [rows // n, heads // column_parts, column_parts, n, packed], [*inner_strides]
+        shape, strides = [rows // n, heads // head_dim_parts, head_dim_parts, n, packed], [*inner_strides]
         strides.insert(2, packed)
-        box[1:2] = heads_per_cta // column_parts, column_parts
+        box[1:2] = heads_per_cta // head_dim_parts, head_dim_parts
         return TensorMapSpec(shape, strides, box, swizzle, torch.int16, rows_per_page).if_tma_can_copy()
     if flat:
         return TensorMapSpec(
@@ -242,7 +242,7 @@ def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, column_parts
     return TensorMapSpec(shape, strides, [1, *box], swizzle, torch.int16, 0).if_tma_can_copy()
 
 
-def _padded_group_heads_and_shift(row_bytes: int, heads: int) -> tuple[int, int]:
+def _heads_per_padded_row_and_word_shift(row_bytes: int, heads: int) -> tuple[int, int]:
     """Returns (heads of a group, packed words by which each row begins later in its padded row), or (1, 0); for
     adjacent heads of row_bytes.
 
@@ -271,10 +271,10 @@ def pack_heads_into_swizzle_128b_rows(spec: TensorMapSpec) -> TensorMapSpec:
 # ---- stored scales ----
 
 
-def heads_of_scales(fmt: KVFormat, heads: int, column_parts: int) -> int:
+def num_scale_heads(fmt: KVFormat, heads: int, head_dim_parts: int) -> int:
     """Returns how many heads of stored scales so many heads have, of which the column parts of one share token
     scales."""
-    return heads // column_parts if fmt.scale == TOKEN_HEAD else heads
+    return heads // head_dim_parts if fmt.scale == TOKEN_HEAD else heads
 
 
 def scale_map_spec(
@@ -337,7 +337,7 @@ def min_keys_per_copy(page_size: int) -> int:
 
 def make_kv_layout(
     fmt: KVFormat, codes: TensorMapSpec, scales: TensorMapSpec | None, rotation: Rotation, heads_per_cta: int,
-    num_stages: int, column_parts: int,
+    num_stages: int, head_dim_parts: int,
 ) -> KVLayout:  # fmt: skip
     """Returns the KVLayout. Where copies have 8 keys, two copies form an MMA tile: codes are [halves, panels of a row,
     heads, 8, packed], and stored scales, if rows are heads, [halves, heads, 8, …]."""
@@ -357,7 +357,7 @@ def make_kv_layout(
         )
     if scales is None:
         return layout
-    heads_per_cta = heads_of_scales(fmt, heads_per_cta, column_parts)
+    heads_per_cta = num_scale_heads(fmt, heads_per_cta, head_dim_parts)
     words = math.prod(scales.box[-2:]) // (keys * heads_per_cta)
     scale_box = (
         (MMA_KEYS, heads_per_cta)

@@ -107,7 +107,7 @@ def find_request_and_base_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg: gl.con
 
 
 @gluon.jit
-def cta_block_range_and_length(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg: gl.constexpr):
+def equal_cta_range_bounds_and_blocks_per_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg: gl.constexpr):
     """Returns (block_begin, block_end, blocks_per_range) of a CTA range, in flat n_blocks."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     total_blocks = 0
@@ -122,10 +122,10 @@ def cta_block_range_and_length(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, c
 
 @gluon.jit
 def assign_equal_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, head_group, cfg: gl.constexpr):
-    """Returns the CtaRange of a group of heads: `cta_block_range_and_length`, the request of its first n_block; in one
-    pass if BLOCK_B holds all requests."""
+    """Returns the CtaRange of a group of heads: `equal_cta_range_bounds_and_blocks_per_range`, the request of its first
+    n_block; in one pass if BLOCK_B holds all requests."""
     if cfg.BLOCK_B == 1024:  # there may be more requests
-        block_begin, block_end, blocks_per_range = cta_block_range_and_length(
+        block_begin, block_end, blocks_per_range = equal_cta_range_bounds_and_blocks_per_range(
             SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg
         )
         i_request, n_block_base = find_request_and_base_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block_begin, cfg)
@@ -144,7 +144,7 @@ def assign_equal_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, head_
 
 
 @gluon.jit
-def round_cta_block_range_and_length(total_blocks, max_n_blocks, i_range, num_ranges, cfg: gl.constexpr):
+def rounded_cta_range_bounds_and_blocks_per_range(total_blocks, max_n_blocks, i_range, num_ranges, cfg: gl.constexpr):
     """Returns (block_begin, block_end, blocks_per_range) of a CTA range of `total_blocks` n_blocks."""
     blocks_per_range = gl.maximum((total_blocks + num_ranges - 1) // num_ranges, cfg.MIN_BLOCKS_PER_RANGE)
     rounded = (blocks_per_range + max_n_blocks - 1) // max_n_blocks * max_n_blocks
@@ -172,7 +172,9 @@ def assign_rounded_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, hea
         ends = gl.associative_scan(num_blocks * request_shapes.num_m_blocks, 0, add)
         total_blocks, max_n_blocks = gl.reduce((num_blocks * request_shapes.num_m_blocks, num_blocks), 0, sum_and_max)
         max_n_blocks = gl.maximum(max_n_blocks, 1)
-        _, _, rounded = round_cta_block_range_and_length(total_blocks, max_n_blocks, i_range, num_ranges, cfg)
+        _, _, rounded = rounded_cta_range_bounds_and_blocks_per_range(
+            total_blocks, max_n_blocks, i_range, num_ranges, cfg
+        )
         blocks_per_range = gl.maximum((total_blocks + num_ranges - 1) // num_ranges, cfg.MIN_BLOCKS_PER_RANGE)
         blocks_per_range = gl.where(total_blocks % max_n_blocks == 0, rounded, blocks_per_range)
         block_begin = i_range * blocks_per_range
@@ -186,9 +188,9 @@ def assign_rounded_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, hea
 
 
 @gluon.jit
-def whole_work_tile_range_and_length(SEQ_LENS, CU_SEQLENS_Q, B, i_work_tile, cfg: gl.constexpr):
+def unsplit_work_tile_bounds_and_blocks_per_range(SEQ_LENS, CU_SEQLENS_Q, B, i_work_tile, cfg: gl.constexpr):
     """Returns (block_begin, block_end, blocks_per_range) of work tile i_work_tile as an unsplit CTA range, in flat
-    n_blocks."""
+    n_blocks. blocks_per_range: such that `combine.num_splits_of_tile` counts one split"""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     work_tiles_before, block_begin, num_blocks = 0, 0, 0
     for j in range(0, B, cfg.BLOCK_B):
@@ -226,14 +228,14 @@ def prefers_whole_work_tiles(total_blocks, max_n_blocks, num_work_tiles, num_ran
 
 
 @gluon.jit
-def find_cta_block_range_and_length(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg: gl.constexpr):
+def find_cta_range_bounds_and_blocks_per_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg: gl.constexpr):
     """Returns (block_begin, block_end, blocks_per_range) of a CTA range, in flat n_blocks.
 
     With equal lengths, ranges grow by up to 5% to hold whole work tiles or equal parts of one: an unsplit work tile
     needs no combine, and one split once needs one query.
     """
     if cfg.UNSPLIT:
-        return whole_work_tile_range_and_length(SEQ_LENS, CU_SEQLENS_Q, B, i_range, cfg)
+        return unsplit_work_tile_bounds_and_blocks_per_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, cfg)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     total_blocks, max_n_blocks, num_work_tiles = 0, 1, 0
     for i in range(0, B, cfg.BLOCK_B):
@@ -242,11 +244,11 @@ def find_cta_block_range_and_length(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_rang
         total_blocks += gl.sum(r.num_n_blocks * r.num_m_blocks, 0)
         max_n_blocks = gl.maximum(max_n_blocks, gl.max(r.num_n_blocks, 0))
         num_work_tiles += gl.sum(r.num_m_blocks, 0)
-    block_begin, block_end, blocks_per_range = round_cta_block_range_and_length(
+    block_begin, block_end, blocks_per_range = rounded_cta_range_bounds_and_blocks_per_range(
         total_blocks, max_n_blocks, i_range, num_ranges, cfg
     )
     if prefers_whole_work_tiles(total_blocks, max_n_blocks, num_work_tiles, num_ranges, cfg):
-        block_begin, block_end, blocks_per_range = whole_work_tile_range_and_length(
+        block_begin, block_end, blocks_per_range = unsplit_work_tile_bounds_and_blocks_per_range(
             SEQ_LENS, CU_SEQLENS_Q, B, i_range, cfg
         )
     return block_begin, block_end, blocks_per_range
@@ -254,7 +256,8 @@ def find_cta_block_range_and_length(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_rang
 
 @gluon.jit
 def load_block_counts_of_all_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg: gl.constexpr, BY_WARP: gl.constexpr = False):
-    """Loads what `find_cta_block_range_and_request` needs of all requests, early, so that other work can overlap it.
+    """Loads what `find_cta_range_bounds_blocks_per_range_and_request` needs of all requests, early, so that other work
+    can overlap it.
 
     BY_WARP: each warp holds all requests, so that sums need no barriers, but more registers
     """
@@ -265,13 +268,13 @@ def load_block_counts_of_all_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg: gl.constex
 
 
 @gluon.jit
-def find_cta_block_range_and_request(block_counts, i_range, num_ranges, cfg: gl.constexpr):
-    """Returns `find_cta_block_range_and_length` and `find_request_and_base_of_block` of its first n_block
+def find_cta_range_bounds_blocks_per_range_and_request(block_counts, i_range, num_ranges, cfg: gl.constexpr):
+    """Returns `find_cta_range_bounds_and_blocks_per_range` and `find_request_and_base_of_block` of its first n_block
     in one, for up to BLOCK_B requests."""
     num_n_blocks, num_m_blocks = block_counts
     ends = gl.associative_scan(num_n_blocks * num_m_blocks, 0, add)
     total_blocks, max_n_blocks = gl.reduce((num_n_blocks * num_m_blocks, num_n_blocks), 0, sum_and_max)
-    block_begin, block_end, blocks_per_range = round_cta_block_range_and_length(
+    block_begin, block_end, blocks_per_range = rounded_cta_range_bounds_and_blocks_per_range(
         total_blocks, gl.maximum(max_n_blocks, 1), i_range, num_ranges, cfg
     )
     if prefers_whole_work_tiles(total_blocks, max_n_blocks, gl.sum(num_m_blocks, 0), num_ranges, cfg):
@@ -300,7 +303,7 @@ def advance_to_request_of_block(SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_bloc
 
 
 @gluon.jit
-def work_tile_at(block, block_end, i_request, n_block_base, request):
+def make_work_tile_at_block(block, block_end, i_request, n_block_base, request):
     """Returns the WorkTile at flat n_block `block` of request i_request, as far as the CTA range that ends at
     `block_end`."""
     m_block = (block - n_block_base) // request.num_n_blocks
@@ -313,10 +316,10 @@ def work_tile_at(block, block_end, i_request, n_block_base, request):
 
 
 @gluon.jit
-def next_work_tile(SEQ_LENS, CU_SEQLENS_Q, block, block_end, i_request, n_block_base, cfg: gl.constexpr):
+def find_work_tile_at_block(SEQ_LENS, CU_SEQLENS_Q, block, block_end, i_request, n_block_base, cfg: gl.constexpr):
     """Returns the WorkTile at flat n_block `block`, in request i_request or a later one."""
     i_request, n_block_base, request = advance_to_request_of_block(
         SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base,
         load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg), cfg,
     )  # fmt: skip
-    return work_tile_at(block, block_end, i_request, n_block_base, request)
+    return make_work_tile_at_block(block, block_end, i_request, n_block_base, request)

@@ -3,8 +3,8 @@
 It has the same 64 rows as the first consumer (`mainloop`), whose acc_o holds the first half of V's columns; this one
 holds the second. The first computes QK, mask and softmax and publishes P, rescale and acc_scale.
 
-Mask: in P, and `wait_half_of_v_and_zero_oob_rows`; full stage: of P, and the same; rescale: `multiply_block`; combine:
-none.
+Mask: in P, and `wait_half_of_v_and_zero_oob_rows`; full stage: of P, and the same; rescale:
+`wait_p_rescale_and_accumulate_pv_half`; combine: none.
 """
 
 from triton.experimental import gluon
@@ -16,10 +16,10 @@ from ..parts.pipeline import consumer_release, consumer_wait
 from .mainloop import (
     consumer,
     consumer_new_kv,
-    half_of_v,
     init_acc,
     output_rows,
     release_half_of_v,
+    smem_column_half_of_v,
     store_output_columns,
     view_stages_as,
     wait_half_of_v_and_zero_oob_rows,
@@ -30,7 +30,7 @@ I_CONSUMER = gl.constexpr(1)
 
 
 @gluon.jit
-def multiply_block(acc_o, shared_p, v_stages, iter, key_begin, key_end, cfg: gl.constexpr):
+def wait_p_rescale_and_accumulate_pv_half(acc_o, shared_p, v_stages, iter, key_begin, key_end, cfg: gl.constexpr):
     """Returns acc_o × rescale + PV of a block. key_begin, key_end: of valid keys, relative to the block."""
     P_STAGES: gl.constexpr = shared_p.tiles.shape[0]
     DTYPE: gl.constexpr = v_stages.tiles.dtype
@@ -38,7 +38,7 @@ def multiply_block(acc_o, shared_p, v_stages, iter, key_begin, key_end, cfg: gl.
     acc_o = acc_o * shared_p.rescales.index(stage).load(gl.SliceLayout(1, acc_o.type.layout))[:, None]
     wait_half_of_v_and_zero_oob_rows(v_stages, iter, key_begin, key_end, I_CONSUMER, cfg)
     p = reinterpret(shared_p.tiles, DTYPE, shared_p.tiles.shape, shared_p.tiles.layout).index(stage)
-    acc_o = warpgroup_mma(p, half_of_v(v_stages, I_CONSUMER, cfg), acc_o, is_async=True)
+    acc_o = warpgroup_mma(p, smem_column_half_of_v(v_stages, I_CONSUMER, cfg), acc_o, is_async=True)
     acc_o = warpgroup_mma_wait(0, [acc_o])
     thread_barrier()  # all threads have read rescale
     consumer_release(shared_p.empty_barriers, iter, P_STAGES)
@@ -47,11 +47,11 @@ def multiply_block(acc_o, shared_p, v_stages, iter, key_begin, key_end, cfg: gl.
 
 
 @gluon.jit
-def multiply_blocks(acc_o, shared_p, v_stages, iter, key_range, cfg: gl.constexpr):
+def accumulate_pv_half_of_key_range(acc_o, shared_p, v_stages, iter, key_range, cfg: gl.constexpr):
     """Returns acc_o after all blocks of a range of keys. key_range: a WorkTile or a CachedPrefix"""
     n_start = (key_range.n_block_end - 1) * cfg.BLOCK_N
     for i in range(key_range.num_n_blocks):
-        acc_o = multiply_block(
+        acc_o = wait_p_rescale_and_accumulate_pv_half(
             acc_o, shared_p, v_stages, iter + i, key_range.key_begin - n_start, key_range.key_end - n_start, cfg
         )
         n_start -= cfg.BLOCK_N
@@ -59,7 +59,7 @@ def multiply_blocks(acc_o, shared_p, v_stages, iter, key_range, cfg: gl.constexp
 
 
 @gluon.jit
-def store_second_half(OUT, acc_o, work_tile, shared_p, num_done, strides, cfg: gl.constexpr):
+def wait_acc_scale_and_store_second_column_half(OUT, acc_o, work_tile, shared_p, num_done, strides, cfg: gl.constexpr):
     """Epilogue: stores the second half of the output's columns, once the first consumer knows acc_scale."""
     ROW: gl.constexpr = gl.SliceLayout(1, acc_o.type.layout)
     mbarrier.wait(shared_p.acc_full_barrier.index(0), num_done & 1)
@@ -70,37 +70,37 @@ def store_second_half(OUT, acc_o, work_tile, shared_p, num_done, strides, cfg: g
 
 
 @gluon.jit
-def columns_consumer(OUT, strides, q_stages, tile_info, v_stages, shared_p, cfg: gl.constexpr):
+def second_column_half_consumer(OUT, strides, q_stages, tile_info, v_stages, shared_p, cfg: gl.constexpr):
     """Computes half of the columns of every work tile of this CTA."""
     num_done, iter = 0, 0
     mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), 0)
     work_tile, _prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))
     while work_tile.num_n_blocks > 0:
         mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1)
-        acc_o = multiply_blocks(init_acc(cfg), shared_p, v_stages, iter, work_tile, cfg)
+        acc_o = accumulate_pv_half_of_key_range(init_acc(cfg), shared_p, v_stages, iter, work_tile, cfg)
         iter += work_tile.num_n_blocks
-        store_second_half(OUT, acc_o, work_tile, shared_p, num_done, strides, cfg)
+        wait_acc_scale_and_store_second_column_half(OUT, acc_o, work_tile, shared_p, num_done, strides, cfg)
         num_done += 1
         mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), num_done & 1)
         work_tile, _prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))
 
 
 @gluon.jit
-def columns_consumer_new_kv(
+def second_column_half_consumer_new_kv(
     OUT, strides, q_stages, tile_info, v_stages, shared_p, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr,
     new_cfg: gl.constexpr,
 ):  # fmt: skip
-    """Does `columns_consumer` where K and V of the new tokens are arguments of the call."""
+    """Does `second_column_half_consumer` where K and V of the new tokens are arguments of the call."""
     num_done, iter = 0, 0
     new_v_stages = view_stages_as(v_stages, NEW_DTYPE)
     mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), 0)
     work_tile, cached_prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))
     while work_tile.num_n_blocks > 0:
-        acc_o = multiply_blocks(init_acc(cfg), shared_p, new_v_stages, iter, work_tile, new_cfg)
+        acc_o = accumulate_pv_half_of_key_range(init_acc(cfg), shared_p, new_v_stages, iter, work_tile, new_cfg)
         iter += work_tile.num_n_blocks
-        acc_o = multiply_blocks(acc_o, shared_p, v_stages, iter, cached_prefix, cfg)
+        acc_o = accumulate_pv_half_of_key_range(acc_o, shared_p, v_stages, iter, cached_prefix, cfg)
         iter += cached_prefix.num_n_blocks
-        store_second_half(OUT, acc_o, work_tile, shared_p, num_done, strides, cfg)
+        wait_acc_scale_and_store_second_column_half(OUT, acc_o, work_tile, shared_p, num_done, strides, cfg)
         # NOTE: only here: the producer infers that all stages of the work tile are free.
         mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1)
         num_done += 1
@@ -116,7 +116,7 @@ def second_consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages
                     DTYPE: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Runs the second consumer: of other columns, or of other rows."""
     if cfg.COLUMN_SPLIT:
-        columns_consumer(tensors[0], strides, q_stages, tile_info, v_stages, shared_p, cfg)
+        second_column_half_consumer(tensors[0], strides, q_stages, tile_info, v_stages, shared_p, cfg)
     else:
         consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
                  I_CONSUMER, DTYPE, cfg)  # fmt: skip
@@ -128,7 +128,9 @@ def second_consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k
                            new_cfg: gl.constexpr):  # fmt: skip
     """Does `second_consumer` where K and V of the new tokens are arguments of the call."""
     if cfg.COLUMN_SPLIT:
-        columns_consumer_new_kv(tensors[0], strides, q_stages, tile_info, v_stages, shared_p, NEW_DTYPE, cfg, new_cfg)
+        second_column_half_consumer_new_kv(
+            tensors[0], strides, q_stages, tile_info, v_stages, shared_p, NEW_DTYPE, cfg, new_cfg
+        )
     else:
         consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
                         I_CONSUMER, DTYPE, NEW_DTYPE, cfg, new_cfg)  # fmt: skip

@@ -115,13 +115,13 @@ def packed_codes_layout(PACKED_DIM):
 
 
 @gluon.constexpr_function
-def packed_codes_by_block_layout(PACKED_DIM):
+def packed_codes_per_scale_block_layout(PACKED_DIM):
     """Returns `packed_codes_layout` of 4-bit codes viewed as [BLOCK_N, blocks, 2]."""
     return gl.BlockedLayout([1, _packed_per_lane(PACKED_DIM) // 2, 2], [8, 4, 1], [4, 1, 1], [2, 0, 1])
 
 
 @gluon.jit
-def duplicate_low_half(x):
+def copy_low_16_bits_to_high(x):
     """Returns the lower 16 bits in both halves of a register."""
     x = x & 0xFFFF
     return x | (x << 16)
@@ -152,7 +152,7 @@ def _dequant_e2m1x8_to_f16x2x4_div_64(packed_words, scale_bytes):
     scales = gl.inline_asm_elementwise(_BLOCK_SCALE_PTX, "=r,r", [scale_bytes.to(gl.int32)], gl.int32, True, 1)
     scales, _ = gl.broadcast(
         scales[:, :, None],
-        gl.full([NUM_KEYS, PACKED_DIM // 2, 2], 0, gl.int32, packed_codes_by_block_layout(PACKED_DIM)),
+        gl.full([NUM_KEYS, PACKED_DIM // 2, 2], 0, gl.int32, packed_codes_per_scale_block_layout(PACKED_DIM)),
     )
     scales = gl.convert_layout(
         scales.reshape([NUM_KEYS, PACKED_DIM]), packed_codes_layout(PACKED_DIM), assert_trivial=True
@@ -165,50 +165,50 @@ def _dequant_e2m1x8_to_f16x2x4_div_64(packed_words, scale_bytes):
 @gluon.jit
 def _dequant_int4x8_to_f16x2x4(packed_words, row_scales, IS_V: gl.constexpr):
     """Returns int4 codes minus zero points, V times its row scales, as four registers."""
-    zero_points = duplicate_low_half((row_scales >> (16 if IS_V else 20)) & 15)
+    zero_points = copy_low_16_bits_to_high((row_scales >> (16 if IS_V else 20)) & 15)
     low, _ = gl.broadcast((zero_points | 0x64006400)[:, None], packed_words)
     high, _ = gl.broadcast(((zero_points << 4) | 0x54005400)[:, None], packed_words)
     x = gl.inline_asm_elementwise(
         _INT4_PTX, "=&r,=&r,=&r,=&r,r,r,r", [packed_words, low, high], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
     )
     if IS_V:
-        scales = duplicate_low_half(row_scales)[:, None]
+        scales = copy_low_16_bits_to_high(row_scales)[:, None]
         x = (_mul_f16x2(x[0], scales), _mul_f16x2(x[1], scales), _mul_f16x2(x[2], scales), _mul_f16x2(x[3], scales))
     return x
 
 
 @gluon.jit
-def _dequant_8bit_x4_to_f16x2x2(packed_words, side: gl.constexpr):
+def _convert_8bit_x4_to_f16x2x2_unscaled(packed_words, stored_format: gl.constexpr):
     """Returns 8-bit codes as two registers of fp16 pairs."""
-    if side.CODE == "e4m3":
+    if stored_format.CODE == "e4m3":
         return gl.inline_asm_elementwise(E4M3_K_PTX, "=r,=r,r", [packed_words], (gl.int32, gl.int32), True, 1)
-    elif side.CODE == "e5m2":
+    elif stored_format.CODE == "e5m2":
         return gl.inline_asm_elementwise(E5M2_K_PTX, "=&r,=&r,r", [packed_words], (gl.int32, gl.int32), True, 1)
     else:
-        gl.static_assert(side.CODE == "int8", "a code that this kernel does not know")
+        gl.static_assert(stored_format.CODE == "int8", "a code that this kernel does not know")
         return gl.inline_asm_elementwise(INT8_K_PTX, "=r,=r,r", [packed_words], (gl.int32, gl.int32), True, 1)
 
 
 @gluon.jit
-def dequant_rows_to_f16x2(packed, row_scales, IS_V: gl.constexpr, side: gl.constexpr):
+def dequant_rows_to_f16x2(packed, row_scales, IS_V: gl.constexpr, stored_format: gl.constexpr):
     """Returns packed codes [BLOCK_N, W] as fp16 pairs in row order.
 
     row_scales: from `pack_v_scale_and_zero_points`, or bytes of block scales
     """
     NUM_KEYS: gl.constexpr = packed.shape[0]
     PACKED_DIM: gl.constexpr = packed.shape[1]
-    if side.PACK == 4:
-        if side.BLOCK_SCALES:
-            gl.static_assert(side.CODE == "e2m1", "a code that this kernel does not know")
+    if stored_format.PACK == 4:
+        if stored_format.BLOCK_SCALES:
+            gl.static_assert(stored_format.CODE == "e2m1", "a code that this kernel does not know")
             x = _dequant_e2m1x8_to_f16x2x4_div_64(packed, row_scales)
         else:
-            gl.static_assert(side.CODE == "int4", "a code that this kernel does not know")
+            gl.static_assert(stored_format.CODE == "int4", "a code that this kernel does not know")
             x = _dequant_int4x8_to_f16x2x4(packed, row_scales, IS_V)
         return gl.join(gl.join(x[0], x[2]), gl.join(x[1], x[3])).reshape([NUM_KEYS, 4 * PACKED_DIM])
     else:
-        low, high = _dequant_8bit_x4_to_f16x2x2(packed, side)
-        if side.TOKEN_SCALES and IS_V:
-            scales = duplicate_low_half(row_scales)[:, None]
+        low, high = _convert_8bit_x4_to_f16x2x2_unscaled(packed, stored_format)
+        if stored_format.TOKEN_SCALES and IS_V:
+            scales = copy_low_16_bits_to_high(row_scales)[:, None]
             low, high = _mul_f16x2(low, scales), _mul_f16x2(high, scales)
         return gl.join(low, high).reshape([NUM_KEYS, 2 * PACKED_DIM])
 
@@ -223,14 +223,14 @@ def key_offsets(n_start, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_page_of_keys(page_table, n_start, key_begin, key_end, cfg: gl.constexpr):
+def load_page_id_of_each_key(page_table, n_start, key_begin, key_end, cfg: gl.constexpr):
     """Loads the page of each key of a tile: [BLOCK_N]. Reads no entry for keys outside [key_begin, key_end)."""
     o_key = key_offsets(n_start, cfg)
     return gl.load(page_table + o_key // cfg.PAGE, mask=(o_key >= key_begin) & (o_key < key_end), other=0).to(gl.int64)
 
 
 @gluon.jit
-def load_scales_of_side(SCALES, page_ids, page_slots, valid, kv_head, IS_V: gl.constexpr, cfg: gl.constexpr):
+def load_stored_k_or_v_scales(SCALES, page_ids, page_slots, valid, kv_head, IS_V: gl.constexpr, cfg: gl.constexpr):
     """Loads stored scales of K or V, fp32 or a byte per block, blocks padded to a power of two; 0 where invalid.
 
     A side without stored scales has nothing to load.
@@ -258,12 +258,12 @@ def load_stored_k_and_v_scales(stored_scales, page_ids, n_start, key_begin, key_
     """Loads a tile's (K scales, V scales); 0 outside [key_begin, key_end)."""
     o_key = key_offsets(n_start, cfg)
     valid, page_slots = (o_key >= key_begin) & (o_key < key_end), o_key % cfg.PAGE
-    k = load_scales_of_side(stored_scales.K_SCALES, page_ids, page_slots, valid, kv_head, False, cfg)
-    return k, load_scales_of_side(stored_scales.V_SCALES, page_ids, page_slots, valid, kv_head, True, cfg)
+    k = load_stored_k_or_v_scales(stored_scales.K_SCALES, page_ids, page_slots, valid, kv_head, False, cfg)
+    return k, load_stored_k_or_v_scales(stored_scales.V_SCALES, page_ids, page_slots, valid, kv_head, True, cfg)
 
 
 @gluon.jit
-def store_block_scales(smem, scales, stage, PARTS: gl.constexpr):
+def store_block_scales_to_smem_by_part(smem, scales, stage, PARTS: gl.constexpr):
     """Stores block scales [BLOCK_N, blocks] of a tile, those of each part of the tile for itself."""
     if PARTS == 1:
         smem.index(stage).store(scales)
@@ -286,7 +286,7 @@ def max_exponent(x):
 
 
 @gluon.jit
-def store_tile_row_scales_and_v_scale(stored_scales, scales, iter, cfg: gl.constexpr):
+def store_tile_row_scales_and_v_scale_to_smem(stored_scales, scales, iter, cfg: gl.constexpr):
     """Stores a tile's row scales and its TileVScale in shared memory.
 
     TileVScale has 2 × STAGES stages: consumers that read the one overwritten here have released its K, or the previous
@@ -312,9 +312,9 @@ def store_tile_row_scales_and_v_scale(stored_scales, scales, iter, cfg: gl.const
         row_scales = pack_v_scale_and_zero_points(v_row_scales, k_zero_points, v_zero_points)
         stored_scales.row_scales_smem.index(stage).store(row_scales.to(stored_scales.row_scales_smem.dtype))
     if cfg.K.BLOCK_SCALES:
-        store_block_scales(stored_scales.k_block_scales_smem, k, stage, cfg.K_PARTS)
+        store_block_scales_to_smem_by_part(stored_scales.k_block_scales_smem, k, stage, cfg.K_PARTS)
     if cfg.V.BLOCK_SCALES:
-        store_block_scales(stored_scales.v_block_scales_smem, v, stage, cfg.V_PARTS)
+        store_block_scales_to_smem_by_part(stored_scales.v_block_scales_smem, v, stage, cfg.V_PARTS)
     thread_barrier()
 
 
@@ -357,7 +357,7 @@ def dequant_tile_to_16bit(
             packed = gl.where(((o_n >= key_begin) & (o_n < key_end))[:, None], packed, 0)
     row_scales = o_n
     if SIDE.BLOCK_SCALES:
-        row_scales = dequant_scales.load(gl.SliceLayout(2, packed_codes_by_block_layout(PACKED_DIM)))
+        row_scales = dequant_scales.load(gl.SliceLayout(2, packed_codes_per_scale_block_layout(PACKED_DIM)))
     elif SIDE.TOKEN_SCALES and (IS_V or SIDE.CODE == "int4"):
         row_scales = dequant_scales.load(gl.SliceLayout(1, L)).to(gl.int32)
     # Dequantize, signal full, release the codes.
@@ -401,7 +401,7 @@ def transpose_v_tile_and_zero_oob_keys(
 
 
 @gluon.jit
-def dequant_k_parts(stored_scales, code_stages, stages, k_scales, stage, iter, code_iter, cfg: gl.constexpr):
+def dequant_k_tile_by_parts(stored_scales, code_stages, stages, k_scales, stage, iter, code_iter, cfg: gl.constexpr):
     """Does `dequant_tile_to_16bit` for the parts of a K tile. k_scales: its token scales; stage: of its other scales"""
     PARTS: gl.constexpr = cfg.K_PARTS
     for part in range(PARTS):
@@ -413,7 +413,7 @@ def dequant_k_parts(stored_scales, code_stages, stages, k_scales, stage, iter, c
 
 
 @gluon.jit
-def dequant_v_parts(
+def dequant_v_tile_by_parts(
     stored_scales, code_stages, stages, stage, iter, code_iter, key_begin, key_end, cfg: gl.constexpr
 ):  # fmt: skip
     """Does `dequant_tile_to_16bit` for the parts of a V tile.
@@ -456,9 +456,9 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
         # Prefetch scales one tile ahead, pages two.
         if HAS_STORED_SCALES:
             page_table = stored_scales.PAGE_TABLE + work_tile.i_request.to(gl.int64) * stored_scales.stride_table_b
-            page_ids = load_page_of_keys(page_table, n_start, key_begin, key_end, cfg)
+            page_ids = load_page_id_of_each_key(page_table, n_start, key_begin, key_end, cfg)
             next_scales = load_stored_k_and_v_scales(stored_scales, page_ids, n_start, key_begin, key_end, kv_head, cfg)
-            page_ids = load_page_of_keys(page_table, n_start - cfg.BLOCK_N, key_begin, key_end, cfg)
+            page_ids = load_page_id_of_each_key(page_table, n_start - cfg.BLOCK_N, key_begin, key_end, cfg)
         num_iters = num_n_blocks
         if cfg.COLUMN_SPLIT:  # in the last iteration V alone
             num_iters += (num_n_blocks > 0).to(gl.int32)
@@ -471,16 +471,18 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
                 next_scales = load_stored_k_and_v_scales(
                     stored_scales, page_ids, n_start - cfg.BLOCK_N, key_begin, key_end, kv_head, cfg
                 )
-                page_ids = load_page_of_keys(page_table, n_start - 2 * cfg.BLOCK_N, key_begin, key_end, cfg)
-                store_tile_row_scales_and_v_scale(stored_scales, scales, code_iter, cfg)
+                page_ids = load_page_id_of_each_key(page_table, n_start - 2 * cfg.BLOCK_N, key_begin, key_end, cfg)
+                store_tile_row_scales_and_v_scale_to_smem(stored_scales, scales, code_iter, cfg)
             # Dequantize K, then V.
             if cfg.COLUMN_SPLIT:
                 if not cfg.FP8_QK:  # noqa: SIM102 - known to the compiler, unlike the other
                     if i < num_n_blocks:
-                        dequant_k_parts(stored_scales, k_code_stages, k_stages, scales[0], stage, iter, code_iter, cfg)
+                        dequant_k_tile_by_parts(
+                            stored_scales, k_code_stages, k_stages, scales[0], stage, iter, code_iter, cfg
+                        )
                 if i > 0:
                     v_start = n_start + cfg.BLOCK_N
-                    dequant_v_parts(stored_scales, v_code_stages, v_stages, stage ^ 1, iter - 1, code_iter - 1,
+                    dequant_v_tile_by_parts(stored_scales, v_code_stages, v_stages, stage ^ 1, iter - 1, code_iter - 1,
                                     key_begin - v_start, key_end - v_start, cfg)  # fmt: skip
             else:
                 k_dequant_scales = stored_scales.row_scales_smem.index(stage)

@@ -59,9 +59,11 @@ def allocate_shared_p(dtype: gl.constexpr, cfg: gl.constexpr):
     )
     rescales = gl.allocate_shared_memory(gl.float32, [cfg.STAGES, ROWS_PER_WARPGROUP], UNSWIZZLED)
     acc_scales = gl.allocate_shared_memory(gl.float32, [ROWS_PER_WARPGROUP], UNSWIZZLED)
+    full_barriers, empty_barriers = allocate_mbarriers(cfg.STAGES, 1), allocate_mbarriers(cfg.STAGES, 1)
+    # No ping-pong here: the first field is a placeholder.
     return SharedP(
-        tiles, rescales, allocate_mbarriers(cfg.STAGES, 1), allocate_mbarriers(cfg.STAGES, 1), acc_scales,
-        allocate_mbarriers(1, 1), allocate_mbarriers(1, 1),
+        full_barriers, tiles, rescales, full_barriers, empty_barriers, acc_scales, allocate_mbarriers(1, 1),
+        allocate_mbarriers(1, 1),
     )  # fmt: skip
 
 
@@ -126,7 +128,7 @@ def warp_specialize_with_new_kv(tensors, call_scales, strides, smem_stages, code
 
 
 @gluon.jit
-def zero_padding_rows(OUT, LSE, i_token, T, strides, cfg: gl.constexpr):
+def store_empty_output_of_padding_rows(OUT, LSE, i_token, T, strides, cfg: gl.constexpr):
     """Stores output 0 and LSE −inf for query rows behind the last request."""
     stride_out_t, stride_out_h, stride_lse_t, stride_lse_h = strides
     o_d = gl.arange(0, cfg.DV, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
@@ -172,7 +174,10 @@ def prefill_kernel(
     if cfg.COLUMN_SPLIT:
         shared_p = allocate_shared_p(MMA_DTYPE, cfg)
     else:
-        shared_p = SharedP(None, None, None, None, None, None, None)
+        warp_scheduler_barriers = None
+        if cfg.PING_PONG:
+            warp_scheduler_barriers = allocate_mbarriers(2, 1)
+        shared_p = SharedP(warp_scheduler_barriers, None, None, None, None, None, None, None)
     tile_info = gl.allocate_shared_memory(
         gl.int32, [PAGE_IDS_ROW + 1, TILE_INFO_FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -214,7 +219,7 @@ def prefill_kernel(
     # Wait for the previous kernel; then scales and padding.
     pdl_wait()
     strides = (stride_out_t, stride_out_h, stride_lse_t, stride_lse_h)
-    zero_padding_rows(OUT, LSE, load_q_begin(CU_SEQLENS_Q, B, True), T, strides, cfg)
+    store_empty_output_of_padding_rows(OUT, LSE, load_q_begin(CU_SEQLENS_Q, B, True), T, strides, cfg)
     score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E
     output_scale = load_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE)
     cached_score_scale, v_scales_smem = (

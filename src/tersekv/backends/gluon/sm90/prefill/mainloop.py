@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...versions import reinterpret, thread_barrier
 from ..parts.epilogue import cast_output, finalize_softmax
-from ..parts.hadamard import RotationTensors, unrotate_and_scale_acc_rows, unscale_and_rotate_acc_rows
+from ..parts.hadamard import RotationTensors, unrotate_and_scale_acc_rows, unscale_and_rotate_new_v_acc_rows
 from ..parts.online_softmax import (
     FP8RowMax,
     pack_p_16bit,
@@ -34,7 +34,7 @@ from ..parts.online_softmax import (
 )
 from ..parts.pipeline import producer_acquire, stage_and_phase, sync_and_arrive
 from .producer import PipelineStages
-from .query import ROWS_PER_WARPGROUP, prepare_query_operand_and_q_scales, query_parts, score_layout
+from .query import ROWS_PER_WARPGROUP, prepare_query_operand_and_q_scales, score_layout, view_query_parts_as
 from .tile_scheduler import WorkTile, kv_head_of, read_work_tile_and_cached_prefix
 
 MIN_SCALE = gl.constexpr(1e-30)  # of scores: −inf × MIN_SCALE is −inf
@@ -90,9 +90,10 @@ class TileVScale(NamedTuple):
 
 
 class SharedP(NamedTuple):
-    """COLUMN_SPLIT: what the first consumer computes for both. Of a block: P, and the rescale of acc_o before its PV;
-    of a work tile: acc_scale of its rows."""
+    """What consumers share. COLUMN_SPLIT: what the first one computes for both, of a block P and the rescale of acc_o
+    before its PV, of a work tile acc_scale of its rows. PING_PONG: a barrier for each consumer's turn."""
 
+    warp_scheduler_barriers: gl.shared_memory_descriptor
     tiles: gl.shared_memory_descriptor
     rescales: gl.shared_memory_descriptor
     full_barriers: gl.shared_memory_descriptor
@@ -108,6 +109,24 @@ def acc_layout(cfg):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(cfg.ACC_COLUMNS, 128 if cfg.CONVERTS_KV else 256), 16])
 
 
+# ---- ping-pong: consumers issue the MMAs of a block in turns, so that one's softmax overlaps the other's MMAs ----
+
+
+@gluon.jit
+def warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER: gl.constexpr, cfg: gl.constexpr, ENABLED=True):
+    """Waits until the other consumer has issued its MMAs: of this block, or of the last one."""
+    if cfg.PING_PONG:
+        phase = (iter & 1) ^ (1 - I_CONSUMER)
+        mbarrier.wait(shared_p.warp_scheduler_barriers.index(I_CONSUMER), phase, pred=ENABLED)
+
+
+@gluon.jit
+def warp_scheduler_barrier_arrive(shared_p, I_CONSUMER: gl.constexpr, cfg: gl.constexpr, ENABLED=True):
+    """Lets the other consumer issue its MMAs."""
+    if cfg.PING_PONG:
+        mbarrier.arrive(shared_p.warp_scheduler_barriers.index(1 - I_CONSUMER), count=1, pred=ENABLED)
+
+
 # ---- QK ----
 
 
@@ -118,7 +137,7 @@ def wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg: gl.constexpr, ENABLED=
     zero = gl.full([ROWS_PER_WARPGROUP, cfg.BLOCK_N], 0, gl.float32, score_layout(cfg))
     if cfg.COLUMN_SPLIT:
         STAGES: gl.constexpr = k_stages.tiles.shape[0]
-        q_parts = query_parts(q_stages, k_stages.tiles.dtype)
+        q_parts = view_query_parts_as(q_stages, k_stages.tiles.dtype)
         s = zero
         for part in range(cfg.K_PARTS):
             stage, phase = stage_and_phase(iter * cfg.K_PARTS + part, STAGES)
@@ -265,7 +284,7 @@ def start_pv(state, v_stages, iter, cfg: gl.constexpr):
     stage, _ = stage_and_phase(iter, cfg.STAGES)
     p = unpack_p_16bit(state.p_packed, v_stages.tiles.dtype, A)
     if cfg.COLUMN_SPLIT:
-        v = half_of_v(v_stages, 0, cfg)
+        v = smem_column_half_of_v(v_stages, 0, cfg)
     else:
         v = v_stages.tiles.index(stage)
     return warpgroup_mma(p, v, state.acc_o, is_async=True)
@@ -284,7 +303,7 @@ def release_v(v_stages, stage, cfg: gl.constexpr):
 
 
 @gluon.jit
-def half_of_v(v_stages, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
+def smem_column_half_of_v(v_stages, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
     """Returns the columns of V that a consumer multiplies: [BLOCK_N, ACC_COLUMNS]."""
     SHAPE: gl.constexpr = [2, cfg.BLOCK_N, cfg.ACC_COLUMNS]
     return reinterpret(v_stages.tiles, v_stages.tiles.dtype, SHAPE, v_stages.tiles.layout).index(I_CONSUMER)
@@ -298,7 +317,7 @@ def wait_half_of_v_and_zero_oob_rows(v_stages, iter, key_begin, key_end, I_CONSU
         mbarrier.wait(v_stages.full_barriers.index(I_CONSUMER * PARTS + part), iter & 1)
     if not cfg.CONVERTS_KV:  # noqa: SIM102 - known to the compiler, unlike the other
         if (key_begin > 0) | (key_end < cfg.BLOCK_N):
-            zero_oob_v_rows_in_smem(half_of_v(v_stages, I_CONSUMER, cfg), key_begin, key_end)
+            zero_oob_v_rows_in_smem(smem_column_half_of_v(v_stages, I_CONSUMER, cfg), key_begin, key_end)
 
 
 @gluon.jit
@@ -317,7 +336,7 @@ def release_half_of_v(v_stages, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def publish_p_and_rescale(shared_p, p, rescale, iter, DTYPE: gl.constexpr):
+def store_p_and_rescale_for_second_consumer(shared_p, p, rescale, iter, DTYPE: gl.constexpr):
     """Stores a block's P and rescale for the other consumer."""
     tiles = reinterpret(shared_p.tiles, DTYPE, shared_p.tiles.shape, shared_p.tiles.layout)
     stage = producer_acquire(shared_p.empty_barriers, iter, tiles.shape[0])
@@ -328,7 +347,7 @@ def publish_p_and_rescale(shared_p, p, rescale, iter, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def publish_acc_scale(shared_p, acc_scale, num_done):
+def store_acc_scale_for_second_consumer(shared_p, acc_scale, num_done):
     """Stores acc_scale of a work tile's rows for the other consumer."""
     mbarrier.wait(shared_p.acc_empty_barrier.index(0), (num_done & 1) ^ 1)
     shared_p.acc_scales.store(acc_scale)
@@ -472,7 +491,7 @@ def first_softmax_step(
     )
     if cfg.COLUMN_SPLIT:  # noqa: SIM102 - known to the compiler, unlike the other
         if ENABLED:
-            publish_p_and_rescale(shared_p, p, rescale, iter, DTYPE)
+            store_p_and_rescale_for_second_consumer(shared_p, p, rescale, iter, DTYPE)
     if cfg.FP8_PV:
         zeros = init_half_acc(ROWS_PER_WARPGROUP, cfg)
         return FP8SoftmaxState(zeros, zeros, rescale, row_max, p_sums, pack_p_e4m3(p))
@@ -487,6 +506,7 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
     """Computes QK and softmax of the block at key `n_start`, overlapped with PV of the block before."""
     # QK of this block, then PV of the block before.
     prev_stage, _ = stage_and_phase(iter - 1, cfg.STAGES)
+    warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER, cfg)
     if cfg.FP8_PV:
         s, acc_low, acc_high = start_qk_and_pv_by_column_halves(state, q, q_stages, k_stages, v_stages, iter, True, cfg)
     else:
@@ -497,6 +517,7 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
                 v_stages, iter - 1, mask_args.key_begin - prev_start, mask_args.key_end - prev_start, 0, cfg
             )
         acc_o = start_pv(state, v_stages, iter - 1, cfg)
+    warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg)
     tile_scale = load_tile_v_scale(stored_scales, code_iter, cfg)
     k_scales = load_k_scales(stored_scales, iter, cfg)
     s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
@@ -518,7 +539,7 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
     ZERO_INVALID: gl.constexpr = MASKED and (cfg.WINDOW > 0 or cfg.HAS_NEW_KV) and not cfg.CONVERTS_KV
     # Wait for V of this block; finish PV of the block before, release its stage and rescale acc_o.
     if cfg.COLUMN_SPLIT:
-        publish_p_and_rescale(shared_p, p, rescale, iter, v_stages.tiles.dtype)
+        store_p_and_rescale_for_second_consumer(shared_p, p, rescale, iter, v_stages.tiles.dtype)
     else:
         wait_v_and_zero_oob_rows(
             v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID, cfg
@@ -614,7 +635,7 @@ def store_output_and_lse(
     tokens, q_heads, m_row = output_rows(work_tile, I_CONSUMER, ROW, cfg)
     acc_scale, lse = finalize_softmax(row_max, row_sum, v_scale, SINKS, q_heads, m_row, cfg)
     if cfg.COLUMN_SPLIT:
-        publish_acc_scale(shared_p, acc_scale, num_done)
+        store_acc_scale_for_second_consumer(shared_p, acc_scale, num_done)
     store_output_columns(OUT, state.acc_o, acc_scale, (tokens, q_heads, m_row), strides, 0, cfg)
     if cfg.HAS_LSE:
         gl.store(LSE + tokens * strides[2] + q_heads * strides[3], lse, mask=m_row)
@@ -656,7 +677,9 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
         )
         n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
         # First block of the first work tile: QK, mask and softmax.
+        warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER, cfg)
         s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg)
+        warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg)
         k_scales = load_k_scales(stored_scales, iter, cfg)
         s = apply_k_scales(warpgroup_mma_wait(0, [s]), k_scales, cfg)
         tile_scale = load_tile_v_scale(stored_scales, iter, cfg)
@@ -685,6 +708,7 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
                 work_tile, q_stages, call_scales, I_CONSUMER, DTYPE, cfg
             )
             n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
+            warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER, cfg, has_next)
             if cfg.FP8_PV:
                 s, acc_low, acc_high = start_qk_and_pv_by_column_halves(
                     state, q, q_stages, k_stages, v_stages, iter, has_next, cfg
@@ -694,6 +718,7 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
                 if cfg.COLUMN_SPLIT:
                     wait_last_half_of_v_and_zero_oob_rows(v_stages, iter - 1, finished_tile, cfg)
                 acc_o = start_pv(state, v_stages, iter - 1, cfg)
+            warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg, has_next)
             tile_scale = load_tile_v_scale(stored_scales, iter, cfg)
             k_scales = load_k_scales(stored_scales, iter, cfg)
             s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
@@ -777,7 +802,7 @@ def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales
     p_packed = pack_p_16bit(p, v_stages.tiles.dtype)
     ZERO_INVALID: gl.constexpr = not cfg.CONVERTS_KV
     if cfg.COLUMN_SPLIT:
-        publish_p_and_rescale(shared_p, p, rescale / v_unit, iter, v_stages.tiles.dtype)
+        store_p_and_rescale_for_second_consumer(shared_p, p, rescale / v_unit, iter, v_stages.tiles.dtype)
     else:
         wait_v_and_zero_oob_rows(
             v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID, cfg
@@ -787,7 +812,7 @@ def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales
     release_v(v_stages, prev_stage, cfg)
     acc_o = acc_o * gl.convert_layout(rescale / v_unit, gl.SliceLayout(1, acc_o.type.layout))[:, None]
     if cfg.V_ROTATION.ENABLED:
-        acc_o = unscale_and_rotate_acc_rows(acc_o, call_scales.rotation, kv_head, cfg)
+        acc_o = unscale_and_rotate_new_v_acc_rows(acc_o, call_scales.rotation, kv_head, cfg)
     return SoftmaxState(acc_o, row_max, row_sum, p_packed)
 
 

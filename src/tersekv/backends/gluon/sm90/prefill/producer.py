@@ -17,7 +17,7 @@ from .tile_scheduler import (
     REQUESTS_PER_STEP,
     CachedPrefix,
     WorkTile,
-    extract_field,
+    element_as_scalar,
     kv_head_of,
     load_num_m_blocks,
     make_work_tile_and_cached_prefix,
@@ -65,7 +65,7 @@ def lanes_to_scalars(page_ids, smem_scratch):
     page_ids = smem_scratch.load(gl.BlockedLayout([NUM_COPIES], [32], [gl.num_warps()], [0]))
     scalars = ()
     for j in gl.static_range(NUM_COPIES):
-        scalars = scalars + (extract_field(page_ids, j),)
+        scalars = scalars + (element_as_scalar(page_ids, j),)
     return scalars
 
 

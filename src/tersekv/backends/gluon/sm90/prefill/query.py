@@ -73,7 +73,7 @@ def prepare_query_tile_and_q_scales(
 
 
 @gluon.jit
-def query_parts(q_stages, DTYPE: gl.constexpr):
+def view_query_parts_as(q_stages, DTYPE: gl.constexpr):
     """Returns a view of the parts of the query as DTYPE. 8-bit parts fill the first half of the memory."""
     PARTS: gl.constexpr = q_stages.tiles.shape[0] * 16 // DTYPE.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 2)
@@ -89,7 +89,7 @@ def prepare_query_parts_and_q_scales(q_stages, sign, DTYPE: gl.constexpr, cfg: g
     """
     LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     PARTS: gl.constexpr = cfg.K_PARTS
-    x16, x = q_stages.tiles, query_parts(q_stages, DTYPE)
+    x16, x = q_stages.tiles, view_query_parts_as(q_stages, DTYPE)
     q_scales = gl.full([ROWS_PER_WARPGROUP], 1.0, gl.float32, gl.SliceLayout(1, score_layout(cfg)))
     if x16.dtype == DTYPE or cfg.FP8_QK:
         for part in gl.static_range(PARTS):

@@ -170,9 +170,9 @@ def publish_work_tile(SMEM, work_tile, cached_prefix):
 
 
 @gluon.jit
-def extract_field(tile_info, i: gl.constexpr):
+def element_as_scalar(x, i: gl.constexpr):
     """Returns element i as a scalar."""
-    return gl.sum(gl.where(gl.arange(0, tile_info.shape[0], tile_info.type.layout) == i, tile_info, 0), 0)
+    return gl.sum(gl.where(gl.arange(0, x.shape[0], x.type.layout) == i, x, 0), 0)
 
 
 @gluon.jit
@@ -181,11 +181,11 @@ def read_work_tile_and_cached_prefix(SMEM):
     tile_info = SMEM.load(gl.BlockedLayout([TILE_INFO_FIELDS], [32], [gl.num_warps()], [0]))
     thread_barrier()  # one thread will release it for all
     work_tile = WorkTile(
-        extract_field(tile_info, 0), extract_field(tile_info, 1), extract_field(tile_info, 2),
-        extract_field(tile_info, 3), extract_field(tile_info, 4), extract_field(tile_info, 5),
-        extract_field(tile_info, 6), extract_field(tile_info, 7), extract_field(tile_info, 8),
+        element_as_scalar(tile_info, 0), element_as_scalar(tile_info, 1), element_as_scalar(tile_info, 2),
+        element_as_scalar(tile_info, 3), element_as_scalar(tile_info, 4), element_as_scalar(tile_info, 5),
+        element_as_scalar(tile_info, 6), element_as_scalar(tile_info, 7), element_as_scalar(tile_info, 8),
     )  # fmt: skip
     return work_tile, CachedPrefix(
-        extract_field(tile_info, 9), extract_field(tile_info, 10), extract_field(tile_info, 11),
-        extract_field(tile_info, 12), extract_field(tile_info, 13),
+        element_as_scalar(tile_info, 9), element_as_scalar(tile_info, 10), element_as_scalar(tile_info, 11),
+        element_as_scalar(tile_info, 12), element_as_scalar(tile_info, 13),
     )  # fmt: skip
