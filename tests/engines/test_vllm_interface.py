@@ -1,7 +1,5 @@
-"""The classes that vLLM is given, called with vLLM's own specs, pages and metadata: what no engine on a CPU comes to.
-
-Batches padded for a graph, pages in every layout, scales that change; against dense attention over what pages hold.
-"""
+"""The classes that vLLM is given, called with its own specs, pages and metadata: batches padded for a graph, pages in
+every layout, scales that change; against dense attention over what pages hold."""
 
 from __future__ import annotations
 
@@ -460,18 +458,13 @@ def test_what_the_selector_is_told(more, reason):
     assert reason is None or reason in reasons[0]
 
 
-def test_batch_invariance_is_asked_of_every_call(monkeypatch):
-    asked = []
-    for verb in ("decode", "prefill"):
-        run = getattr(vllm_attention, verb)
-        noting = lambda *a, run=run, verb=verb, **o: asked.append((verb, o["batch_invariant"])) or run(*a, **o)  # noqa: E731
-        monkeypatch.setattr(vllm_attention, verb, noting)
-    Model("fp8").step({"a": 1, "b": 3})
-    assert asked == [("decode", False)]
-    monkeypatch.setattr(vllm_attention, "is_batch_invariant", lambda: True)
-    asked.clear()
-    Model("fp8").step({"a": 1, "b": 3})
-    assert asked == [("decode", True), ("prefill", True)]
+@pytest.mark.parametrize("flag", [False, True])
+def test_batch_invariance_is_asked_of_every_call(flag, monkeypatch):
+    monkeypatch.setattr(vllm_attention, "is_batch_invariant", lambda: flag)
+    asked, run = [], vllm_attention.decode
+    monkeypatch.setattr(vllm_attention, "decode", lambda *a, **o: asked.append(o["batch_invariant"]) or run(*a, **o))
+    Model("fp8").step({"a": 1, "b": 1})
+    assert asked == [flag]
 
 
 def test_a_float32_query_is_for_cpus(monkeypatch):
