@@ -150,8 +150,8 @@ def test_the_page_shows_wins_losses_and_what_has_no_time(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records())))
     text = page().results(page().load(tmp_path))
     assert "## NVIDIA H200\n" in text
-    assert "| 64 × 8K | 250.0 (4 TB/s) | 200.0 (3 TB/s) | 300.0 flashinfer xqa |" in text
-    assert "| 128 × 8K, H 128 | 400.0 (730 TFLOP/s) |" in text
+    assert "| 64 × 8K | 250.0 | 200.0 | 300.0 xqa |" in text
+    assert "| 128 × 8K, H 128 | 400.0 |" in text
     assert "- decode, nvfp4, 64 × 8K: 200.0 µs, flashinfer xqa on fp8_e4m3 100.0 µs (0.50)" in text
     assert "- red, 1 case such as decode, fp8_per_token_head, 64 × 8K: want error <= 0.003" in text
     assert "driver 1.2" in text
@@ -185,8 +185,8 @@ def test_the_page_tells_chunks_of_a_prompt_from_the_whole(tmp_path):
     where = {**report.environment(CPU, ()), "chip": "NVIDIA H200", "date": "2026-01-02"}
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(report.record(r, LIMITS, where)) for r in mine))
     text = page().results(page().load(tmp_path))
-    for told in ("512 tokens | 10.0 (60 T", "512 of 8K tokens | 20.0 (30 T", "512 of 2K tokens | 30.0 (20 T"):
-        assert f"| {told}FLOP/s) |" in text
+    for told in ("512 tokens | 10.0", "512 of 8K tokens | 20.0", "512 of 2K tokens | 30.0"):
+        assert f"| {told} |" in text
 
 
 def test_of_two_results_of_a_case_the_later_counts(tmp_path):
@@ -216,12 +216,10 @@ def test_the_page_shows_draws_and_their_cells_the_worst_first(tmp_path):
     (tmp_path / "a_random_cells.json").write_text("".join(json.dumps(r) + "\n" for r in told))
     lines = page().drawn(tmp_path).splitlines()
     assert "| NVIDIA H200, seed 4, 2026-01-02 | 2 | 1.06 | 0.75 | 1 |" in lines
-    assert "Each cell that loses, and one in 10 of the other 1; the JSON has all:" in lines
-    assert lines[-3:-1] == [
-        "| int4_per_token_head, 7 × 1000, pages of 16, uneven, 12/3 heads, D 96 | 40.0 | 2 TB/s "
-        "| 30.0 flashinfer xqa on fp8_e4m3 | 0.75 |",
-        "| fp8_e4m3, MLA, 2 × 500, H 16 | 10.0 | 4 TB/s | 15.0 flashinfer fa3 on bf16 | 1.50 |",
-    ]
+    assert "Each cell that loses; the JSON has all:" in lines
+    assert lines[-2] == (
+        "| int4_per_token_head, 7 × 1000, pages of 16, uneven, 12/3 heads, D 96 | 40.0 | 30.0 xqa on fp8_e4m3 | 0.75 |"
+    )
     assert "No draw is stored yet." in page().drawn(tmp_path / "none")
 
 

@@ -23,9 +23,9 @@ argv = {
     "verify": (*device, "--ops", "merge_states", "--quick", "--json", "verify.json"),
     "doctor": (),
 }
-codes = {name: main([name, *argv[name]]) for name in COMMANDS}
+codes = {name: main([name, *argv[name]]) for name in argv}
 codes["wrong"] = main(["eval", *device, "--text", sys.argv[1] + "x"])
-assert codes == dict.fromkeys(COMMANDS, 0) | {"wrong": 2}, codes
+assert codes == dict.fromkeys(COMMANDS.keys() - {"warm-up"}, 0) | {"wrong": 2}, codes
 """
 
 

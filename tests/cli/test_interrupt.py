@@ -79,7 +79,7 @@ def maps(process: subprocess.Popen) -> str:
 
 
 def test_every_command_is_interrupted_here():
-    assert COMMANDS.keys() == main.COMMANDS.keys()
+    assert COMMANDS.keys() | {"warm-up"} == main.COMMANDS.keys()  # which waits for processes that compile
 
 
 @pytest.mark.parametrize("command", COMMANDS)

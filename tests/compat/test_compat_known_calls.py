@@ -264,6 +264,8 @@ for _name in ("mla_prefill_decode_graph_fp8", "mla_prefill_decode_graph_bf16"):
 OTHERS = {
     "get_batch_indices_positions", "get_seq_lens", "merge_state", "merge_states", "mla_prefill_plan", "PagedKVCache",
     "PagedKVCacheCollection",
+    # An indexer's: test_compat_vllm_indexer.py
+    "indexer_k_quant_and_cache", "cp_gather_indexer_k_quant_cache", "top_k_per_row_decode", "top_k_per_row_prefill",
 }  # fmt: skip
 
 

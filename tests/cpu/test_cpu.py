@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -58,7 +59,8 @@ def test_every_instruction_set_passes_every_case(level, op, native):
     if level not in native.levels():
         pytest.skip(f"this machine has no {level}")
     native.use_level(level)
-    results = [r for r in tool.verify("cpu", "cpu", ops=(op,)) if "no lists" not in r.message.replace("sinks", "lists")]
+    lacking = "no (lists|sinks|fp8_v4|a second)"
+    results = [r for r in tool.verify("cpu", "cpu", ops=(op,)) if not re.search(lacking, r.message)]
     assert [f"{r.case.id}: {r.status} {r.message}" for r in results if r.status != tool.PASSED] == []
     assert len(results) > 10
 
@@ -77,8 +79,7 @@ def test_codes_are_the_oracles_whatever_the_bits(format, level, native):
     native.use_level(level)
     bits = torch.randint(-(2**31), 2**31, (512, 2, 64), dtype=torch.int64).to(torch.int32)
     x = torch.cat([bits.view(torch.float32), torch.randn(512, 2, 64), 1e-3 * torch.randn(512, 2, 64)])
-    # Halfway between two codes, and one step to either side.
-    codes = torch.arange(-448, 449, dtype=torch.float32)[: 7 * 128].view(7, 2, 64) / 64
+    codes = torch.arange(-448, 449, dtype=torch.float32)[: 7 * 128].view(7, 2, 64) / 64  # halfway, and beside it
     x = torch.cat([x, codes, torch.nextafter(codes, codes + 1), torch.nextafter(codes, codes - 1)])
     if KV_FORMATS[format].scale == "none":  # 16-bit NaNs differ in their bits
         x = x.nan_to_num(nan=1.0)
@@ -88,8 +89,7 @@ def test_codes_are_the_oracles_whatever_the_bits(format, level, native):
         tersekv.append(x, x.flip(0), layer, slots, backend=backend)
     for name in ("k", "v", "k_scale_cache", "v_scale_cache"):
         a, b = getattr(got, name), getattr(want, name)
-        assert (a is None) == (b is None)
-        assert a is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
+        assert (a is None and b is None) or torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
 
 
 def attention(case, q, **options):

@@ -73,7 +73,7 @@ def test_the_page_shows_the_demos_speed_and_what_sanitizers_said(tmp_path, monke
     speed = {"model": "llama", "format": "nvfp4", "tokens_per_s": {"eager": 50.0, "native": 150.0}}
     about = {"environment": {"torch": "2.13.0"}, "options": {"threads": 1}, "rounds": 5, "rows": [speed]}
     (tmp_path / "demo_speed_x.json").write_text(json.dumps(about))
-    assert "| llama | nvfp4 | 50 | 150 | 3.00 |" in page.demo()
+    assert "llama: eager 50 to 50 tokens/s, native 150 to 150, 3.00 to 3.00 times as fast" in page.demo()
     clean = {"sanitizer": "thread", "cases": {"plain": 700, "avx2": 700}, "wrong": 0, "tests": 0, "exit_code": 0}
     failed = {"sanitizer": "address,undefined", "exit_code": 66}
     (tmp_path / "sanitize_cpu.json").write_text(json.dumps({"runs": [clean, failed]}))

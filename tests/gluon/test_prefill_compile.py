@@ -271,8 +271,8 @@ def test_a_plan_needs_no_gpu():
     assert _grid(config) == (132, 1, 1)
     # Every request may end in a block that is not full: 512 tokens in blocks of 32, of 8 KV heads.
     assert max_work_tiles(f, config.shape) == (16 + 2) * 8
-    few = facts_of(call_of("fp8_e4m3", tokens=9, requests=1, heads=1, group=8))
-    assert _grid(attention.configure(few)) == (2, 1, 1)
+    few = facts_of(call_of("fp8_e4m3", tokens=17, requests=1, heads=1, group=8))
+    assert _grid(attention.configure(few)) == (3, 1, 1)
 
 
 @pytest.mark.parametrize(("group", "packed"), [(1, 1), (4, 4), (5, 1), (6, 2), (12, 4), (64, 64), (128, 64)])
@@ -344,8 +344,9 @@ def as_decode(call: AttentionCall, requests: int, even: bool, **changes) -> Atte
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3"])
 @pytest.mark.parametrize("even", [False, True])
 def test_a_decode_of_many_rows_takes_the_kernel_of_many(fmt, even):
-    """With groups of 4: no number of rows between 1 and 8192 is left to portable kernels, or reads keys twice."""
-    most = {"bf16": 4, "fp8_e4m3": 16}[fmt]
+    """With groups of 4: no number of rows between 1 and 8192 is left to portable kernels, or reads keys twice. 17 rows
+    of 16 requests would be 72 work tiles for 132 SMs: in 8 bits decode's kernels split them."""
+    most = {"bf16": 4, "fp8_e4m3": 17 if even else 16}[fmt]
     for rows in (1, 4, 8, 16, 17, 64, 100, 2048, 8192):
         call = as_decode(call_of(fmt, tokens=16 * rows, requests=16), 16, even, max_q_len=rows)
         p = plan("decode", call, "gluon", arch=90)

@@ -118,6 +118,7 @@ DRAWN = {
     "mla_decode": {
         **REQUESTS, **OUT, **LISTS, "indices": "listed by_slot lists index", "q": QUERIES, "cache": LATENT,
         "softmax_scale": "scale", "sinks": "sinks sink", "backend": BACKEND,
+        "extra": "extra_listed",
     },
     "mla_prefill": {
         "q": QUERIES, **NEW_LATENTS, "cu_seqlens_q": "q_lens index", "kv_b_proj": "weight nope dim_v",
@@ -152,6 +153,7 @@ DRAWN = {
     },
     "index_scores": {**SCORED, "out": "strided"},
     "index_topk": {
+        "starts": "Not drawn: tests/index has it, as FlashInfer and vLLM ask for it.",
         "scores": "lens width whole special strided each", "visible": "lens index", **TAKEN, "open_group": "open_group",
         "out_lens": "lse", "backend": BACKEND,
     },

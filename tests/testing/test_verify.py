@@ -307,5 +307,5 @@ def test_an_lse_may_move_by_what_sums_of_8_bit_products_lose(query):
     assert (query == "bfloat16") == (not rounding.any())
     for off, right in ((3 * rounding, True), (2 * compare.LSE + 7 * rounding, False)):
         call.lse.copy_(lse + off)
-        report = compare._lse(codes.decode(call.lse), lse, rounding)
+        report = compare._lse("lse", codes.decode(call.lse), lse, rounding)
         assert (report.message is None) == right

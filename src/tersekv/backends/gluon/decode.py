@@ -36,7 +36,7 @@ from .sm90.decode.config import (
     num_query_rows,
     padded_head_dims,
     uses_fused_combine,
-    uses_rows_64_kernel,
+    uses_rows_64,
 )
 from .sm90.decode.kernel import decode_kernel
 from .sm90.decode.kernel_producer_warp import decode_producer_warp_kernel
@@ -117,7 +117,7 @@ def why_not(f: SimpleNamespace) -> str | None:
     if is_large_m(f) and fmt != v_fmt:
         want, got = max_small_m_rows(f), num_query_rows(f)
         return f"wants at most {want} query rows of a KV head with {fmt.name} and {v_fmt.name}, got {got}"
-    if is_large_m(f) and fmt.code == "int4" and not uses_rows_64_kernel(f):
+    if is_large_m(f) and fmt.code == "int4" and not uses_rows_64(f):
         return f"wants equal head sizes up to 128 with {num_query_rows(f)} query rows of a KV head and {fmt.name}"
     if fmt.storage.itemsize == 2 and num_query_rows(f) > MAX_ROWS_16BIT:
         return f"wants at most {MAX_ROWS_16BIT} query rows of a KV head with {f.format}, got {num_query_rows(f)}"

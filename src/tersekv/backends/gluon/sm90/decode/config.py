@@ -71,7 +71,7 @@ def max_small_m_rows(f: SimpleNamespace) -> int:
     int4 follows the measurements of nvfp4.
     """
     k, v = pair_of(f)
-    if k != v or not uses_rows_64_kernel(f):
+    if k != v or not uses_rows_64(f):
         return SMALL_M_ROWS
     if has_4bit_codes(f):
         return SMALL_M_ROWS if _takes_32_rows_per_warp(f) else SMALL_M_ROWS_4BIT
@@ -126,7 +126,7 @@ def _num_cache_keys(f: SimpleNamespace) -> int:
     return f.page_table.shape[0] * f.page_table.shape[1] * f.k_cache.shape[1]
 
 
-def uses_rows_64_kernel(f: SimpleNamespace) -> bool:
+def uses_rows_64(f: SimpleNamespace) -> bool:
     """Returns whether rows_64 takes these heads: two fp16 tiles each of K and V fit; else shared_tiles does."""
     d, dv = padded_head_dims(f)
     return d == dv <= 128
@@ -174,8 +174,8 @@ def choose_tile_config(f: SimpleNamespace) -> TileConfig:
     if (fmt.storage.itemsize == 2 and max_dim > 64) or (has_padded_head_dims(f) and max_dim > 128):
         tile_config = tile_config._replace(block_n=32)
     if is_large_m(f):
-        return _rows_64_config(f, block_m) if uses_rows_64_kernel(f) else _shared_tiles_config(f, block_m)
-    if block_m > 16 and tile_config.producer_warp and uses_rows_64_kernel(f):
+        return _rows_64_config(f, block_m) if uses_rows_64(f) else _shared_tiles_config(f, block_m)
+    if block_m > 16 and tile_config.producer_warp and uses_rows_64(f):
         tile_config = _TILES_32_ROWS_4BIT
     elif block_m > 16:
         heads = max(1, 128 // block_m // f.head_dim_parts)
