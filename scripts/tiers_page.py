@@ -35,7 +35,10 @@ def transcode() -> str:
     most = max(r["tokens"] for r in lines)
     found = [r for r in lines if r["tokens"] == most]
     rows = [
-        [f"`{r['source']}`", f"`{r['format']}`" + ", rotated" * r["rotated"], f"{r['us']:.0f}", f"{r['share_of_limit']:.2f}"]
+        [
+            f"`{r['source']}`", f"`{r['format']}`" + ", rotated" * r["rotated"], f"{r['us']:.0f}",
+            f"{r['share_of_limit']:.2f}",
+        ]
         for r in found
     ]  # fmt: skip
     about = (

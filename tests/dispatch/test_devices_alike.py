@@ -21,7 +21,7 @@ from tersekv.testing.make import make
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "tersekv"
 SUPPORT = (ROOT / "docs" / "support.md").read_text()
-LIMITS = " ".join(re.search(r"\n## Limits\n(.*?)\n\n[^-]", SUPPORT, re.DOTALL)[1].split())
+LIMITS = " ".join(re.search(r"\n## Limits\n(.*?)(?:\n\n[^-]|\Z)", SUPPORT, re.DOTALL)[1].split())
 
 
 def valueless(x):
