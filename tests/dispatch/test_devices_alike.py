@@ -106,7 +106,14 @@ ASKS = {
     ("record_file.py", "read"): "streams",
     ("record_file.py", "write"): "memory that is pinned",
     ("ops/exchange.py", "_sum_and_scatter"): "the process group's backend for the device",
-    ("ops/warm_up.py", "warm_up"): "waits for the device's clock",
+    ("ops/compile_workers.py", "chip_of"): "the chip",
+    ("integrations/transformers_offload.py", "_pinned"): "memory that is pinned",
+    ("integrations/transformers_offload.py", "_reset"): "streams",
+    ("page_mover.py", "__init__"): "streams",
+    ("page_mover.py", "away"): "streams",
+    ("page_mover.py", "back"): "streams",
+    ("compat/flash_mla.py", "flash_mla_sparse_fwd"): "FlashMLA's entries past the cache are padding; a CPU would raise",
+    ("dispatch/plan.py", "facts"): "the chip",
     ("dispatch/plan.py", "_arch"): "the chip",
     ("dispatch/plan.py", "_make_plan"): "which backends there are",
     ("dispatch/plan.py", "_where"): "the words of a refusal",
@@ -201,6 +208,6 @@ def test_the_portable_kernels_refuse_nothing_else():
     # More rows than 32 bits count are not made in a test.
     machine = {t for t in texts if re.match(r"needs (a CUDA|sm_80)|has no |counts rows in 32 bits", t)}
     first = {re.split(r"\{|, got", t)[0].strip() for t in texts - machine}
-    assert len(texts - machine) >= 7
+    assert len(texts - machine) >= 6
     for words in first:
         assert any(words in tried or tried in words or tried.startswith(words) for _, tried, _ in REFUSED), words
