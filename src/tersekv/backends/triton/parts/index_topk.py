@@ -20,7 +20,8 @@ from ...host import launch
 from ...host.bind import KernelLaunch, TensorArg
 from .index_scores import positions_of_rows_in_request, request_of_row
 
-_MIN_SPLIT, _MAX_SPLIT = 4096, 16384  # columns of a program
+# Columns of a program. After 3.6 Triton stores by way of shared memory, 8 bytes a column: 64 KB are on every chip.
+_MIN_SPLIT, _MAX_SPLIT = 4096, 16384 if triton.__version__.startswith("3.6.") else 8192
 _SPLIT_OF_K = 8  # a split has so many columns for each that it keeps, if it can
 _FILL = tl.constexpr(1024)  # entries that are filled together
 _NAN_KEY = tl.constexpr(1)
