@@ -166,6 +166,11 @@ def latents(op, **sizes):
     return make(Case(op, "bf16", "plain", lens=(9,), heads=1, **sizes))
 
 
+def max_logits_call():
+    call = make(Case("mla_decode", "fp8_ds_mla", "plain", lens=(9,), heads=1, listed=5, lse=True))
+    return call._replace(max_logits=torch.empty_like(call.lse))
+
+
 # What a GPU's kernels refuse and a CPU takes: a call, the words of the refusal, and those of Limits in docs/support.md.
 REFUSED = [
     (decode_call(q=torch.zeros(1, 8, 64)), "wants a 16-bit or 8-bit q", "an fp32 query"),
@@ -178,8 +183,7 @@ REFUSED = [
      "no multiple of 16 or above 512"),
     (latents("mla_decode", rope=132), "wants a rotary part that is a multiple of 8 up to 128",
      "no multiple of 8 or above 128"),
-    (make(Case("mla_decode", "fp8_ds_mla", "plain", lens=(9,), heads=1))._replace(max_logits=torch.empty(1, 4)),
-     "takes no max_logits of", "FlashMLA's max_logits"),
+    (max_logits_call(), "takes no max_logits of", "FlashMLA's max_logits"),
     (latents("mla_prefill", nope=264, weight=""), "needs heads of 1 to 256 nope and value dims",
      "256 nope or value dims"),
     (latents("mla_prefill", rope=144, weight=""), "needs at most 128 rotary dims", "128 rotary dims"),
