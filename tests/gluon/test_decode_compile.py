@@ -219,8 +219,10 @@ def straight_runs(sass: str) -> list[list[str]]:
 def test_compiles_with(fmt, options):
     split, *merge = compiled(call_of(fmt, **options))
     assert split["shared"] <= 232448
-    # Four copies a tile carry four page ids and as many addresses: some wait in local memory.
-    assert split["n_spills"] <= (64 if options.get("page_size") == 16 else 8 if options.get("head_dim") == 512 else 0)
+    # Four copies a tile carry four page ids and as many addresses: some wait in local memory. Of 64 rows, on Triton
+    # 3.9, two registers before the main loop.
+    some = options.get("head_dim") == 512 or "drafts" in options
+    assert split["n_spills"] <= (64 if options.get("page_size") == 16 else 8 if some else 0)
     assert all(x["n_spills"] == 0 for x in merge)
 
 

@@ -191,7 +191,8 @@ def work(room: str, i: int, workers: int) -> None:
             try:
                 call()
             except Exception as e:  # whatever it is, the call itself will raise it
-                said = (str(e).splitlines() or ["nothing was said"])[0]
+                first, *rest = str(e).splitlines() or ["nothing was said"]
+                said = ";".join([first, *(line for line in rest if line.startswith("  why: "))])
                 _write({"failed": f"{call.func.__name__}: {type(e).__name__}: {said}"})
 
 

@@ -59,7 +59,7 @@ def compiling(
 
 
 def build_launchers(stub_folder: Path) -> Callable[[Any], None]:
-    """Returns a function that compiles the C function which launches a kernel, and does so for Triton's own.
+    """Returns a function that compiles the C function which launches a kernel; compiles what all kernels share.
 
     They are linked with CUDA's driver: where there is none, with an empty library in `stub_folder`. Python cannot load
     them then; they lie in the cache for a machine that can.
@@ -77,6 +77,8 @@ def build_launchers(stub_folder: Path) -> Callable[[Any], None]:
             make(*args)
 
     build(nvidia.CudaUtils)
+    if not hasattr(nvidia, "make_launcher"):  # newer Tritons: one launcher, among what all kernels share
+        return lambda kernel: None
     return lambda kernel: build(nvidia.CudaLauncher, kernel.src, kernel.metadata)
 
 

@@ -59,12 +59,25 @@ _E4M3_PTX = tl.constexpr(
 
 @triton.jit
 def load_row_words(p, o_rows, m_live, WORDS: tl.constexpr, THREADS: tl.constexpr):
-    """Loads rows [ROWS, WORDS] of 32-bit words at p + o_rows, 0 where not live; THREADS threads share a row."""
+    """Loads rows [ROWS, WORDS] of 32-bit words at p + o_rows, 0 where not live; THREADS threads share a row.
+
+    In loads of 16 bytes a thread, each a tile of its own: of a wider tile some releases of Triton give a row to several
+    threads.
+    """
     ROWS: tl.constexpr = o_rows.shape[0]
     VECTOR: tl.constexpr = 4 * THREADS
-    p = (p + o_rows).to(tl.pointer_type(tl.uint32))
-    c = VECTOR * tl.arange(0, WORDS // VECTOR)[None, :, None] + tl.arange(0, VECTOR)[None, None, :]
-    return tl.reshape(tl.load(p[:, :, None] + c, mask=m_live[:, :, None], other=0), [ROWS, WORDS])
+    LOADS: tl.constexpr = WORDS // VECTOR
+    p = (p + o_rows).to(tl.pointer_type(tl.uint32)) + tl.arange(0, VECTOR)[None, :]
+    tiles = ()
+    for i in tl.static_range(LOADS):
+        tiles = tiles + (tl.load(p + VECTOR * i, mask=m_live, other=0),)
+    for level in tl.static_range(LOADS.bit_length() - 1):
+        wider = ()
+        for i in tl.static_range(LOADS >> (level + 1)):
+            pair = tl.permute(tl.join(tiles[2 * i], tiles[2 * i + 1]), (0, 2, 1))
+            wider = wider + (tl.reshape(pair, [ROWS, VECTOR << (level + 1)]),)
+        tiles = wider
+    return tiles[0]
 
 
 @triton.jit
