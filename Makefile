@@ -23,15 +23,15 @@ READY := .venv/.tersekv-ready
 
 NATIVE := src/tersekv/backends/cpu/_native.so
 
-.PHONY: help setup demo test lint types tests second engines vllm sglang newest lock versions sweep verify sanitize wheel table docs clean
+.PHONY: help setup demo test lint types tests second engines vllm sglang lmcache newest lock versions sweep verify sanitize wheel table docs clean
 
 help:
 	@echo "make demo    compare the cache formats on a small built-in model"
 	@echo "make test    lint, types and all tests; alone: make lint, make types, make tests"
 	@echo "             one test: .venv/bin/python -m pytest tests/cache/test_pages.py -k fork"
 	@echo "make second  compile and interpret the kernels with a second, locked Triton"
-	@echo "make engines run the tests inside real inference engines, on the CPU; alone: make vllm, make sglang"
-	@echo "make newest  what breaks with the newest torch, Triton, transformers, vLLM and SGLang that install; long"
+	@echo "make engines run the tests inside real inference engines, on the CPU; alone: make vllm, sglang, lmcache"
+	@echo "make newest  what breaks with the newest torch, Triton, transformers, vLLM, SGLang and LMCache that install; long"
 	@echo "make lock    write requirements/ anew: the versions that all of these install"
 	@echo "make sweep   compile the kernels of every pair of what they are specialised on; long"
 	@echo "make versions  the same with every Triton from 3.6 on, and the CPU tests with the oldest and newest PyTorch"
@@ -90,7 +90,7 @@ SECOND_TESTS ?= tests/gluon tests/triton $(addprefix --ignore tests/,gluon/test_
 second: .venv/triton-$(SECOND)/ready
 	TERSEKV_SHARE=$(SECOND_SHARE) PYTHONPATH=$(<D) $(BIN)/python -m pytest $(SHARED) -p no:cacheprovider $(SECOND_TESTS)
 
-engines: vllm sglang
+engines: vllm sglang lmcache
 
 .venv/%/ready: requirements/%.txt scripts/engine.py | $(READY)
 	$(BIN)/python scripts/engine.py $* $(@D)
@@ -101,6 +101,9 @@ vllm: $(NATIVE) .venv/vllm/ready
 
 sglang: $(NATIVE) .venv/sglang/ready
 	OMP_NUM_THREADS=1 PYTHONPATH=.venv/sglang $(BIN)/python -m pytest -p no:cacheprovider tests/engines
+
+lmcache: $(NATIVE) .venv/lmcache/ready
+	PYTHONPATH=.venv/lmcache $(BIN)/python -m pytest -p no:cacheprovider tests/engines
 
 # The canary, by hand: releases elsewhere decide what it says. NEWEST="transformers vllm": these alone.
 newest: $(NATIVE) $(READY)

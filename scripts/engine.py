@@ -1,4 +1,4 @@
-"""Unpacks a wheel of vLLM or SGLang, without what is compiled for GPUs, and what it imports beside it.
+"""Unpacks a wheel of vLLM, SGLang or LMCache, without what is compiled for GPUs, and what it imports beside it.
 
     python scripts/engine.py vllm FOLDER
 
@@ -21,6 +21,8 @@ import lock
 
 
 def kept(engine: str, file: str) -> bool:
+    if engine == "lmcache":  # of what is compiled only the part without CUDA
+        return not file.endswith(".so") or "lmcache_native" in file
     return file.endswith((".py", ".json", "METADATA")) if engine == "vllm" else not file.endswith(".so")
 
 

@@ -1,10 +1,10 @@
 """Writes requirements/: one version of everything that an environment has, as pip would choose it today.
 
-    python scripts/lock.py [test] [vllm] [sglang] [--pin transformers==5.24.0] …
+    python scripts/lock.py [test] [vllm] [sglang] [lmcache] [--pin transformers==5.24.0] …
 
 What pyproject.toml and the engines ask for is resolved, and nothing is installed. Torch, Triton and the engines stay as
 they are locked: `--pin` moves them, or holds anything else. Write with the oldest Python that pyproject.toml admits, so
-that every version is there for newer ones; then run what uses it (`make test`, `make vllm`, `make sglang`).
+that every version is there for newer ones; then run what uses it (`make test`, `make engines`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "requirements"
-ENGINES = ("vllm", "sglang")
+ENGINES = ("vllm", "sglang", "lmcache")
 # torch itself pins the libraries of its CUDA build, and a Triton, which that of requirements/triton.txt replaces.
 LEFT_OUT = ("cuda-", "nvidia-", "triton", "tersekv")
 
@@ -97,7 +97,7 @@ def engine(name: str, locked: dict[str, str], pins: dict[str, str]) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("names", nargs="*", metavar="NAME", help="test, vllm, sglang; default: all three")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(['test', *ENGINES])}; default: all")
     parser.add_argument("--pin", action="append", default=[], metavar="NAME==VERSION", help="a version to hold")
     args = parser.parse_args()
     names = args.names or ["test", *ENGINES]

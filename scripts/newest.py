@@ -1,6 +1,6 @@
-"""The newest torch, Triton, transformers, vLLM and SGLang that install, each with the tests of what touches it.
+"""The newest torch, Triton, transformers, vLLM, SGLang and LMCache that install, each with tests of what it touches.
 
-    python scripts/newest.py [torch] [triton] [transformers] [vllm] [sglang] [--folder .venv/newest]
+    python scripts/newest.py [torch] [triton] [transformers] [vllm] [sglang] [lmcache] [--folder .venv/newest]
 
 Each stands in a folder of its own, all else is as locked. At the end is a line for each, and one for each test that
 broke; the exit code is 1 if there is any. PYTEST_ADDOPTS and TERSEKV_SHARE choose fewer tests.
@@ -26,6 +26,7 @@ TESTS = {
     "transformers": ("tests/integrations", "tests/project/test_docs.py"),
     "vllm": ("tests/engines", "tests/integrations/test_vllm_plugin.py"),
     "sglang": ("tests/engines",),
+    "lmcache": ("tests/engines",),
 }
 VERSION = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
 

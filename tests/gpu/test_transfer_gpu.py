@@ -9,6 +9,7 @@ import torch
 
 import tersekv
 from tersekv import KV_FORMATS, PagedKVCache, record_file
+from tersekv.integrations.lmcache_chunks import ChunkCodec
 from tersekv.testing.memory import as_bytes
 
 H, D, LAYERS = 4, 128, 3
@@ -127,3 +128,17 @@ def test_records_are_those_of_the_cpu(format, chunk, monkeypatch, tmp_path):
     torn[-1] ^= 1
     with pytest.raises(ValueError, match="want bytes of the checksum"):
         tersekv.import_pages(b, SRC, torn)
+
+
+@pytest.mark.parametrize("format", KV_FORMATS)
+def test_chunks_of_lmcache_are_the_same_bytes_on_both_devices(format):
+    chunk = torch.randn(2, LAYERS, 37, H * D).bfloat16()
+    found = []
+    for device in ("cpu", "cuda"):
+        codec, back = ChunkCodec(f"{format}+rotated", D, device), torch.empty_like(chunk)
+        data = torch.empty(codec.nbytes(chunk.shape), dtype=torch.uint8)
+        codec.encode(chunk, data)
+        codec.decode(data, back)
+        found.append((data, as_bytes(back)))
+    for on_cpu, on_gpu in zip(*found, strict=True):
+        assert torch.equal(on_cpu, on_gpu)

@@ -112,7 +112,9 @@ def targets_of_ci() -> list[str]:
     return line.removeprefix("exec make ").split("<")[0].split()
 
 
-@pytest.mark.parametrize("targets", [["demo"], ["test"], ["vllm"], ["sglang"], targets_of_ci()], ids=" ".join)
+@pytest.mark.parametrize(
+    "targets", [["demo"], ["test"], *([name] for name in lock.ENGINES), targets_of_ci()], ids=" ".join
+)
 def test_nothing_is_installed_but_what_is_locked(targets):
     """So that what passed today is what a fresh clone installs in a year."""
     installs = [c for c in commands(*targets) if c[1:4] == ["-m", "pip", "install"]]
