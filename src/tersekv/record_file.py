@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,14 +221,34 @@ def _bytes(x: Tensor) -> Tensor:
     return x.contiguous().view(-1).view(torch.uint8)
 
 
-def _chunks(entry: Entry) -> Iterator[tuple[int, int, slice]]:
-    """First and last page of each chunk, and where its bytes lie; an entry that is no pages counts as one."""
-    count = entry.shape[0] if entry.pages is not None else 1
-    size = (entry.end - entry.begin) // max(count, 1)
-    step = max(1, _CHUNK // max(size, 1))
-    for first in range(0, count, step):
-        last = min(first + step, count)
-        yield first, last, slice(entry.begin + first * size, entry.begin + last * size)
+class _Piece(NamedTuple):
+    """Pages of an entry, and where their bytes lie; an entry that is no pages counts as one."""
+
+    entry: Entry
+    first: int
+    last: int
+    where: slice
+
+
+def _count(entry: Entry) -> int:
+    return 1 if entry.pages is None else entry.shape[0]
+
+
+def _chunks(entries: Iterable[Entry]) -> Iterator[tuple[slice, list[_Piece]]]:
+    """What is on its way at a time: pieces that follow each other, and where the bytes of all of them lie."""
+    chunk: list[_Piece] = []
+    for entry in entries:
+        size, last = (entry.end - entry.begin) // max(_count(entry), 1), 0
+        while last < _count(entry):
+            first, begin = last, entry.begin + last * size
+            if chunk and (chunk[-1].where.stop != begin or begin + size > chunk[0].where.start + _CHUNK):
+                yield slice(chunk[0].where.start, chunk[-1].where.stop), chunk
+                chunk = []
+            free = (chunk[0].where.start if chunk else begin) + _CHUNK - begin
+            last = min(_count(entry), first + max(1, free // max(size, 1)))
+            chunk.append(_Piece(entry, first, last, slice(begin, entry.begin + last * size)))
+    if chunk:
+        yield slice(chunk[0].where.start, chunk[-1].where.stop), chunk
 
 
 def _difference(entry: str, ours: Any, theirs: Any) -> tuple[str, Any, Any]:
@@ -243,91 +263,110 @@ def _difference(entry: str, ours: Any, theirs: Any) -> tuple[str, Any, Any]:
     return _difference(f"{entry}.{key}", x, y)
 
 
-class _Checksum:
-    """The checksum of an entry, summed up where its bytes are."""
+class _Checksums:
+    """The checksums of entries, summed up where their bytes are."""
 
-    def __init__(self, entry: Entry, device: torch.device, powers: dict[tuple[int, int], Tensor]) -> None:
-        """powers: kept from entry to entry, as most are of one size"""
-        count = entry.shape[0] if entry.pages is not None else 1
-        words = -(-(entry.end - entry.begin) // max(count, 1) // 8)
-        for key in ((_A, words), (_B, count)):
-            if key not in powers:
-                powers[key] = torch.full(key[1:], key[0], dtype=torch.int64, device=device).cumprod(0)
-        self._of_words, self._of_pages = powers[_A, words], powers[_B, count]
-        self.total = torch.zeros((), dtype=torch.int64, device=device)
+    def __init__(self, entries: Iterable[Entry], device: torch.device) -> None:
+        self._of: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # powers for words and for pages; the sum
+        powers: dict[tuple[int, int], Tensor] = {}  # most entries are of one size
+        for entry in entries:
+            words = -(-(entry.end - entry.begin) // max(_count(entry), 1) // 8)
+            keys = (_A, words), (_B, _count(entry))
+            for base, n in keys:
+                if (base, n) not in powers:
+                    powers[base, n] = torch.full((n,), base, dtype=torch.int64, device=device).cumprod(0)
+            zero = torch.zeros((), dtype=torch.int64, device=device)
+            self._of[entry.name] = powers[keys[0]], powers[keys[1]], zero
 
-    def add(self, data: Tensor, first: int, last: int) -> None:
-        """data: the bytes of pages first to last, 1-D."""
-        rows = data.view(last - first, -1)
+    def add(self, piece: _Piece, data: Tensor) -> None:
+        """data: its bytes, 1-D."""
+        of_words, of_pages, total = self._of[piece.entry.name]
+        rows = data.view(piece.last - piece.first, -1)
         if rows.shape[1] % 8:
             rows = F.pad(rows, (0, -rows.shape[1] % 8))
         elif rows.storage_offset() % 8:
             rows = rows.clone()
-        rows = rows.view(torch.int64)
-        self.total += ((rows * self._of_words).sum(1) * self._of_pages[first:last]).sum()
+        total += ((rows.view(torch.int64) * of_words).sum(1) * of_pages[piece.first : piece.last]).sum()
 
-
-def _spelt(sums: Sequence[Tensor]) -> list[str]:
-    """Checksums as text, once the device has them."""
-    return [f"{n % (1 << 64):016x}" for n in (torch.stack([*sums]).tolist() if sums else [])]
+    def spelt(self) -> dict[str, str]:
+        """As text, by name. Waits for the device."""
+        sums = torch.stack([total for *_, total in self._of.values()]).tolist() if self._of else []
+        return {name: f"{n % (1 << 64):016x}" for name, n in zip(self._of, sums, strict=True)}
 
 
 def _read(entries: Sequence[Entry], out: Tensor) -> list[str]:
     """Copy the bytes of all entries to `out` on the host. Returns their checksums."""
-    streams, sums = {device: _Streams(device) for device in {entry.source.device for entry in entries}}, []
-    powers: dict[Any, dict[tuple[int, int], Tensor]] = {device: {} for device in streams}
-    for entry in entries:
-        device = entry.source.device
-        at = streams[device]
-        with at.compute():
-            checksum = _Checksum(entry, device, powers[device])
-            pages = None if entry.pages is None else torch.tensor(entry.pages, dtype=torch.int64, device=device)
-        for first, last, where in _chunks(entry):
-            with at.compute():
-                data = _bytes(entry.source if pages is None else _indexed(entry.source)[pages[first:last]])
-                checksum.add(data, first, last)
-            with at.copy(data):
-                out[where].copy_(data, non_blocking=True)
-        sums.append(checksum.total)
-    for at in streams.values():
-        at.finish()
-    return _spelt(sums)
+    sums: dict[str, str] = {}
+    for device in {entry.source.device for entry in entries}:
+        sums |= _read_from(device, [entry for entry in entries if entry.source.device == device], out)
+    return [sums[entry.name] for entry in entries]
+
+
+def _read_from(device: torch.device, entries: Sequence[Entry], out: Tensor) -> dict[str, str]:
+    chunks, sums = [*_chunks(entries)], _Checksums(entries, device)
+    # Two in turn: memory that a stream still copies could not be had again without waiting.
+    most = max((whole.stop - whole.start for whole, _ in chunks), default=0)
+    buffers = torch.empty(2, -(-most // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=device)
+    pages = _page_indices(entries)
+
+    def gather(half: int, whole: slice, chunk: list[_Piece]) -> None:
+        for piece in chunk:
+            entry = piece.entry
+            x = entry.source
+            if entry.pages is not None:
+                x = _indexed(x)[pages[id(entry.pages)][piece.first : piece.last]]
+            data = buffers[half, piece.where.start - whole.start : piece.where.stop - whole.start]
+            data.copy_(_bytes(x))
+            sums.add(piece, data)
+
+    def away(half: int, whole: slice, chunk: list[_Piece]) -> None:
+        out[whole].copy_(buffers[half, : whole.stop - whole.start], non_blocking=True)
+
+    _pipelined(device, chunks, gather, away)
+    return sums.spelt()
 
 
 def read(entries: Sequence[Entry], body: Tensor, device: torch.device) -> tuple[list[Tensor], list[str]]:
     """The bytes of entries that follow each other, where the cache is, and their checksums."""
     start, end = entries[0].begin, entries[-1].end
-    there = body[start:end]
-    if device.type != "cpu":
-        there = torch.empty(end - start, dtype=torch.uint8, device=device)
-    streams, sums, powers = _Streams(device), [], {}  # type: ignore[var-annotated]
+    there = torch.empty(end - start, dtype=torch.uint8, device=device)
+    sums = _Checksums(entries, device)
+
+    def back(half: int, whole: slice, chunk: list[_Piece]) -> None:
+        data = body[whole]
+        if device.type == "cuda" and not data.is_pinned():  # PyTorch has it again when the copy is done
+            data = data.pin_memory()
+        there[whole.start - start : whole.stop - start].copy_(data, non_blocking=True)
+
+    def add(half: int, whole: slice, chunk: list[_Piece]) -> None:
+        for piece in chunk:
+            sums.add(piece, there[piece.where.start - start : piece.where.stop - start])
+
+    _pipelined(device, [*_chunks(entries)], back, add)
+    found = sums.spelt()
+    return [there[e.begin - start : e.end - start] for e in entries], [found[e.name] for e in entries]
+
+
+def put(entries: Sequence[Entry], stored: Sequence[Tensor]) -> None:
+    """The bytes of entries become their pages, or all of each."""
+    pages = _page_indices(entries)
+    for entry, data in zip(entries, stored, strict=True):
+        if entry.pages is None:
+            entry.source.copy_(data.view(entry.source.dtype).view(entry.shape))
+            continue
+        x = _indexed(entry.source)
+        if data.storage_offset() % x.itemsize:
+            data = data.clone()
+        x[pages[id(entry.pages)]] = data.view(x.dtype).view(-1, *x.shape[1:])
+
+
+def _page_indices(entries: Iterable[Entry]) -> dict[int, Tensor]:
+    """The entries' pages where they lie, by the list's identity: most entries share one."""
+    found: dict[int, Tensor] = {}
     for entry in entries:
-        with streams.compute():
-            checksum = _Checksum(entry, device, powers)
-        for first, last, where in _chunks(entry):
-            here = slice(where.start - start, where.stop - start)
-            if device.type != "cpu":
-                piece = body[where]
-                if device.type == "cuda" and not piece.is_pinned():  # the last chunk is still on its way
-                    piece = piece.pin_memory()
-                with streams.copy(there, after_compute=False):
-                    there[here].copy_(piece, non_blocking=True)
-            with streams.compute(after_copy=True):
-                checksum.add(there[here], first, last)
-        sums.append(checksum.total)
-    streams.finish()
-    return [there[entry.begin - start : entry.end - start] for entry in entries], _spelt(sums)
-
-
-def put(entry: Entry, stored: Tensor) -> None:
-    """The bytes of an entry become its pages, or all of it."""
-    if entry.pages is None:
-        entry.source.copy_(stored.view(entry.source.dtype).view(entry.shape))
-        return
-    x = _indexed(entry.source)
-    if stored.storage_offset() % x.itemsize:
-        stored = stored.clone()
-    x[torch.tensor(entry.pages, dtype=torch.int64, device=x.device)] = stored.view(x.dtype).view(-1, *x.shape[1:])
+        if entry.pages is not None and id(entry.pages) not in found:
+            found[id(entry.pages)] = torch.tensor(entry.pages, dtype=torch.int64, device=entry.source.device)
+    return found
 
 
 def same(entry: Entry, stored: Tensor) -> bool:
@@ -344,47 +383,33 @@ def _indexed(x: Tensor) -> Tensor:
     return x
 
 
-class _Streams:
-    """On a GPU two streams: one computes, one copies, each chunk when the other has done with it; at most two chunks
-    are on their way. Elsewhere everything runs in order."""
+def _pipelined(device: torch.device, chunks: Sequence[tuple], first: Callable, second: Callable) -> None:
+    """`first(half, *chunk)`, then `second` of the same, for each chunk. On a GPU each has a stream of its own, so that
+    one chunk's second runs beside the next one's first; what was the second's, a half of two buffers, is free before
+    the first takes it again. The host waits for neither: the current stream does, at the end."""
+    if device.type != "cuda":
+        for i, chunk in enumerate(chunks):
+            first(i % 2, *chunk)
+            second(i % 2, *chunk)
+        return
+    current, streams = torch.cuda.current_stream(device), _streams(device)
+    for stream in streams:
+        stream.wait_stream(current)
+    free: list[Any] = [None, None]  # events
+    for i, chunk in enumerate(chunks):
+        if free[i % 2] is not None:
+            streams[0].wait_event(free[i % 2])
+        with torch.cuda.stream(streams[0]):
+            first(i % 2, *chunk)
+        streams[1].wait_stream(streams[0])
+        with torch.cuda.stream(streams[1]):
+            second(i % 2, *chunk)
+        free[i % 2] = streams[1].record_event()
+    for stream in streams:
+        current.wait_stream(stream)
 
-    def __init__(self, device: torch.device) -> None:
-        self._current: Any = None
-        if device.type == "cuda":
-            self._current = torch.cuda.current_stream(device)
-            self._compute, self._copy = torch.cuda.Stream(device), torch.cuda.Stream(device)
-            for stream in (self._compute, self._copy):
-                stream.wait_stream(self._current)
-            self._copied: list[Any] = []
 
-    @contextmanager
-    def compute(self, after_copy: bool = False) -> Iterator[None]:
-        if self._current is None:
-            yield
-            return
-        if after_copy:
-            self._compute.wait_stream(self._copy)
-        elif len(self._copied) > 1:
-            self._compute.wait_event(self._copied[-2])
-        with torch.cuda.stream(self._compute):
-            yield
-
-    @contextmanager
-    def copy(self, data: Tensor, after_compute: bool = True) -> Iterator[None]:
-        """data: what the device reads or writes, which has to outlive the copy."""
-        if self._current is None:
-            yield
-            return
-        if after_compute:
-            self._copy.wait_stream(self._compute)
-        with torch.cuda.stream(self._copy):
-            yield
-        data.record_stream(self._copy)
-        self._copied = [*self._copied[-1:], self._copy.record_event()]
-
-    def finish(self) -> None:
-        """Wait for both."""
-        if self._current is not None:
-            self._current.wait_stream(self._compute)
-            self._current.wait_stream(self._copy)
-            self._copy.synchronize()
+@lru_cache
+def _streams(device: torch.device) -> tuple[Any, Any]:
+    """Kept: memory stays with the stream that it was made on."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)

@@ -75,7 +75,7 @@ def import_pages(
         record:  a path, or what `export_pages` returned, or its bytes
 
     The cache has the record's formats, sizes, scales of the tensor and attributes; its layout and number of pages are
-    its own. Everything is checked before anything is written, so on a GPU the record lies there once more meanwhile.
+    its own. Everything is checked before anything is written, so the record lies beside the cache once more meanwhile.
     Raises ValueError for a torn or foreign record, for one of another cache, and for a checksum that differs, with the
     record's name and the entry; for a page outside the cache or named twice. TypeError for what is none of these.
     """
@@ -95,9 +95,8 @@ def import_pages(
     for entry, stored in zip(entries, there, strict=True):
         if entry.pages is None and not record_file.same(entry, stored):
             file.fail(entry.name, "the values that the cache has", "others")
-    for entry, stored in zip(entries, there, strict=True):
-        if entry.pages is not None:
-            record_file.put(entry, stored)
+    own = [i for i, entry in enumerate(entries) if entry.pages is not None]
+    record_file.put([entries[i] for i in own], [there[i] for i in own])
     return tokens
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -242,11 +244,94 @@ def test_an_export_that_fails_leaves_no_file(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["record"]
 
 
-def test_what_runs_on_the_device_reads_nothing_on_the_host():
+def test_what_runs_on_the_device_reads_nothing_on_the_host(monkeypatch):
     """Sums are read once, at the end."""
     a = filled(kv("nvfp4"))
     entries, _ = records._entries(a, [3, 1])
-    for entry in entries:
-        data = record_file._bytes(record_file._indexed(entry.source)[torch.tensor([3, 1])])
-        with NoHostReads():
-            record_file._Checksum(entry, a.device, {}).add(data, 0, 2)
+    body = torch.empty(entries[-1].end, dtype=torch.uint8)
+    monkeypatch.setattr(record_file._Checksums, "spelt", lambda sums: dict.fromkeys(sums._of, ""))
+    with NoHostReads():
+        record_file._read_from(a.device, entries, body)
+        there, _ = record_file.read(entries, body, a.device)
+        record_file.put(entries, there)
+
+
+@pytest.mark.parametrize("most", [1, 100, 1 << 12, 1 << 24])
+def test_chunks_hold_every_byte_once_and_what_is_small_goes_together(most, monkeypatch):
+    entries, _ = records._entries(kv("int4_per_token_head", layers=5), [4, 2, 0])
+    monkeypatch.setattr(record_file, "_CHUNK", most)
+    end, count = 0, 0
+    for whole, chunk in record_file._chunks(entries):
+        assert whole.start == end
+        for piece in chunk:
+            entry, size = piece.entry, (piece.entry.end - piece.entry.begin) // 3
+            assert piece.where == slice(entry.begin + piece.first * size, entry.begin + piece.last * size)
+            assert piece.where.start == end
+            end = piece.where.stop
+        assert whole.stop == end
+        assert whole.stop - whole.start <= most or (len(chunk) == 1 and chunk[0].last == chunk[0].first + 1)
+        count += 1
+    assert end == entries[-1].end
+    assert most < 1 << 24 or count == 1
+
+
+class FakeStream:
+    """What was handed to it runs later, in order; waits hold it up."""
+
+    current: FakeStream
+
+    def __init__(self, *_) -> None:
+        self.todo, self.done = [], 0
+
+    def record_event(self):
+        return self, len(self.todo)
+
+    def wait_event(self, event) -> None:
+        self.todo.append(event)
+
+    def wait_stream(self, other) -> None:
+        self.wait_event(other.record_event())
+
+    def ready(self) -> bool:
+        if self.done == len(self.todo):
+            return False
+        step = self.todo[self.done]
+        return callable(step) or step[0].done >= step[1]
+
+    def run(self) -> None:
+        step, self.done = self.todo[self.done], self.done + 1
+        if callable(step):
+            step()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_two_streams_share_two_buffers_whatever_comes_first(seed, monkeypatch):
+    """Any order that the waits admit: each chunk's bytes go on as they came, and what follows sees all of them."""
+    current, made, draw = FakeStream(), [], random.Random(seed)
+
+    @contextmanager
+    def on(stream):
+        FakeStream.current = stream
+        yield
+
+    monkeypatch.setattr(
+        record_file, "_streams", lambda device: made or made.extend([FakeStream(), FakeStream()]) or made
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    source, buffers, got, after = [None] * 7, [None, None], [], []
+    current.todo.append(lambda: source.__setitem__(slice(None), range(7)))  # what the caller did before
+
+    def first(half: int, i: int) -> None:
+        FakeStream.current.todo.append(lambda: buffers.__setitem__(half, source[i]))
+
+    def second(half: int, i: int) -> None:
+        FakeStream.current.todo.append(lambda: got.append(buffers[half]))
+
+    record_file._pipelined(torch.device("cuda"), [(i,) for i in range(7)], first, second)
+    current.todo.append(lambda: after.extend(got))
+    streams = [current, *made]
+    while ready := [stream for stream in streams if stream.ready()]:
+        draw.choice(ready).run()
+    assert all(stream.done == len(stream.todo) for stream in streams)
+    assert after == [*range(7)]

@@ -198,7 +198,7 @@ def _take(file: Record, metadata: dict[str, Any], entries: list[Entry]) -> None:
     for entry in entries:
         (stored,), sums = read([entry], file.data, entry.source.device)
         file.compare_checksums(metadata, [entry], sums)
-        put(entry, stored)
+        put([entry], [stored])
 
 
 def attributes_of(words: Sequence[dict[str, Any]]) -> list[Any]:
