@@ -155,6 +155,7 @@ table: $(READY)
 	$(BIN)/python scripts/peer_table.py --write
 	$(BIN)/python scripts/vllm_page.py --write
 	$(BIN)/python scripts/tiers_page.py --write
+	$(BIN)/python scripts/sparse_page.py --write
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -52,7 +52,7 @@ def test_tables_of_single_runs_are_up_to_date():
 
 
 def test_tables_and_picture_of_tiers_are_up_to_date():
-    for path, text in script("scripts/tiers_page.py").wanted().items():
+    for path, text in (script("scripts/tiers_page.py").wanted() | script("scripts/sparse_page.py").wanted()).items():
         assert text == path.read_text(), f"{path.name}: run `make table`"
 
 

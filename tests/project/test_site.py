@@ -118,11 +118,29 @@ def test_charts_are_up_to_date():
 
 
 def test_no_picture_is_left_over():
-    names = "performance_page", "drawings", "vllm_page", "tiers_page"
-    page, drawings, vllm, tiers = (script(f"scripts/{name}.py") for name in names)
+    names = "performance_page", "drawings", "vllm_page", "tiers_page", "sparse_page"
+    page, drawings, vllm, tiers, sparse = (script(f"scripts/{name}.py") for name in names)
     known = {path.name for path in page.pictures()} | {f"{name}.svg" for name in drawings.PICTURES}
-    known |= {vllm.PICTURE.name, tiers.PICTURE.name}
+    known |= {vllm.PICTURE.name, tiers.PICTURE.name} | {path.name for path in sparse.pictures()}
     assert {path.name for path in PICTURES.iterdir()} == known
+
+
+def test_pictures_of_sparse_attention_hold_what_they_draw():
+    for picture in script("scripts/sparse_page.py").pictures().values():
+        inside(picture)
+
+
+def test_a_token_s_times_stand_beside_its_bytes_once_they_are_measured():
+    page = script("scripts/sparse_page.py")
+    kept = {
+        ("mla_decode", "bf16", 8192): 30.0,
+        ("index_select", "index_fp8", 8192): 40.4,
+        ("sparse", "fp8_ds_mla", 8192): 5,
+    }
+    assert page.micros("dense, 16 bits", 8192, kept) == 30
+    assert page.micros("sparse, 8 bits", 8192, kept) == 45.4
+    assert page.micros("sparse, 16 bits", 8192, kept) is None
+    assert "| 8K | 9.4 (30 µs) | 5.4 | 4.5 | 2.4 (45 µs) |" in page.cost(kept)
 
 
 def inside(picture):

@@ -291,6 +291,7 @@ _TRANSCODES = (
 def _index(s: Sizes) -> Iterator[Case]:
     for b, n in s.index:
         yield from (Case(op, "index_fp8", b, n, heads=INDEX_HEADS) for op in ("index_scores", "index_select"))
+        yield Case("index_select", "bf16", b, n, heads=INDEX_HEADS)
         yield Case("index_topk", "fp32", b, n, heads=1)
 
 

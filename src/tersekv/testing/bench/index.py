@@ -1,4 +1,4 @@
-"""An indexer's scores, top 2048 and both in one, of one new row a request, over index_fp8 pages; judged in fp64, by a
+"""An indexer's scores, top 2048 and both in one, of one new row a request, over index pages; judged in fp64, by a
 sort, and by each other."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...formats import index_bytes_per_token
 from ...index_cache import PagedIndexCache
 from ...index_layers import PagedIndexLayer
 from ...ops.index_select import index_scores, index_select, index_topk
@@ -29,7 +30,8 @@ class _Indexer:
         self.lens = data.lengths(case)
         used = (self.lens + case.page - 1) // case.page
         pages = int(used.sum())
-        copies = data.rotations(device, pages * case.page * 132, _MOST_COPIES)
+        row = index_bytes_per_token(case.format, INDEX_DIM)
+        copies = data.rotations(device, pages * case.page * row, _MOST_COPIES)
         layer = PagedIndexCache.allocate(
             1, pages * copies, case.page, head_dim=INDEX_DIM, format=case.format, device=device
         )[0]
@@ -44,7 +46,7 @@ class _Indexer:
         self.seq_lens = self.lens.to(device)
         self.tokens = int(self.lens.sum())
         self.flops = 2 * self.tokens * case.heads * INDEX_DIM
-        self.read = self.tokens * 132 + self.q.nbytes + self.weights.nbytes
+        self.read = self.tokens * row + self.q.nbytes + self.weights.nbytes
         self.width = max(n, int(self.lens.max()))
 
     def wanted(self, b: int) -> Tensor:
