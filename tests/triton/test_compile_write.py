@@ -309,6 +309,16 @@ def test_a_copy_between_page_sizes_moves_16_bytes_at_a_time(arch):
     assert "st.global.v4" in kernel["ptx"]
 
 
+@pytest.mark.parametrize("source", ["fp8_e4m3", "int8_per_token_head"])
+def test_a_thread_holds_64_codes_that_become_nvfp4(source):
+    """Instructions of K and of V, with both divisions' rare ways; element by element there were 47 a code."""
+    kernel = compiled("transcode", transcode_call(source, "nvfp4"), 90)
+    assert_fits(kernel, 168)
+    assert_rounds_as_written(kernel)
+    instructions = re.findall(r"/\*[0-9a-f]{4,5}\*/ +(?!NOP)\S", kernel["sass"]())
+    assert len(instructions) < 30 * 2 * 64
+
+
 @pytest.mark.parametrize("source", ["bf16", "fp8_e4m3", "int8_per_token_head"])
 @pytest.mark.parametrize("rotation", [None, "hadamard"])
 @pytest.mark.parametrize("arch", ARCHS)

@@ -28,6 +28,7 @@ from .parts.int4_rows import (
     row_range_of_words,
     sign_words,
 )
+from .parts.nvfp4_rows import quantize_and_store_nvfp4_tiles
 from .parts.quant import BLOCK, GROUP, TENSOR, TOKEN_HEAD, ZERO_POINT, quantize_and_store, reciprocal_rn, store_codes
 from .parts.token_rows import cache_row_offsets, interleave_pairs, token_and_head_of_rows
 
@@ -46,7 +47,7 @@ _TENSOR_ARGS = tensor_args(
     },
 )  # fmt: skip
 _FIRST_BLACKWELL = 100  # whose compiler pairs fp32 registers: 128 of them spill
-_WORD_CODES = ("bf16", "fp16", "e4m3", "e5m2", "int8")
+_TILE_CODES = {"int4": ("bf16", "fp16", "e4m3", "e5m2", "int8"), "e2m1": ("e4m3", "e5m2", "int8")}  # and from what
 _WARPS = 2  # of programs of such rows
 _MAX_ROWS = 1 << 31  # of a side, that 32 bits count
 
@@ -271,14 +272,24 @@ def transcode_rows(
     o_dst_stored += load_layer_offset(p_layer, 6 + SIDE, 1 if DST_FORMAT.SCALE == BLOCK else 4)
 
     if THREADS > 0:
+        # The range, which nvfp4 has no use for, the compiler drops.
         tiles, row_range = load_tiles(
             p_src, o_src, p_src_stored, o_src_stored, m_live, src[2], src[5], p_layer, head, SIDE, D, THREADS,
             SRC_FORMAT, SRC_PER_HEAD, None if dst[3] is None else dst[3] + load_layer_offset(p_layer, 14 + SIDE, 4),
             NATIVE_E4M3, USE_PTX,
         )  # fmt: skip
-        quantize_and_store_int4_tiles(
-            tiles, row_range, p_dst, p_dst_stored, o_dst, o_dst_stored, m_live, USE_PTX
-        )  # fmt: skip
+        if DST_FORMAT.CODE == INT4:
+            quantize_and_store_int4_tiles(
+                tiles, row_range, p_dst, p_dst_stored, o_dst, o_dst_stored, m_live, USE_PTX
+            )  # fmt: skip
+        else:
+            tl.static_assert(DST_FORMAT.CODE == E2M1, "a code that tiles do not become")
+            dst_scale = load_dequantizing_scale(dst[2], dst[5], p_layer, 10 + SIDE, 22 + SIDE, head, DST_PER_HEAD)
+            quant_scale = reciprocal_rn(dst_scale)
+            global_scale = reciprocal_rn(quant_scale) if dst[2] is None else dst_scale
+            quantize_and_store_nvfp4_tiles(
+                tiles, p_dst, p_dst_stored, o_dst, o_dst_stored, m_live, quant_scale, global_scale, USE_PTX
+            )
         return
 
     # Codes, and their scales of the tensor.
@@ -424,23 +435,27 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
 
 
 def _threads_of_row(f: SimpleNamespace, side: str, formats: tuple[str, str], dim: int, unit: int) -> int:
-    """Returns how many threads share a row that becomes int4 by `parts/int4_rows.py`; 0: rows go element by element.
+    """Returns how many threads share a row that becomes 4 bits by `int4_rows` or `nvfp4_rows`; 0: rows go by elements.
 
     A thread holds 64 numbers of a row; of rotated rows all, since threads would exchange every number, up to 128, or 64
     where more spill. NVIDIA H100, 2026-11-26, 16384 tokens, 8 layers of 8 heads of 128, with 64 and 128 numbers: bf16
     252, 264 us; fp8 166, 175; rotated bf16 574, 300; rotated fp8 501, 260; element by element 338, 353, 528, 482.
+    Instructions a code as compiled for sm_90, 2026-11-26: to nvfp4 47 element by element, 25 so (its time is not
+    measured yet); to int4 14; element by element int4 to fp8 29, to bf16 33, bf16 to fp8 19, at the rate of a copy.
     """
     src, dst = (ALL_FORMATS[name] for name in formats)
     codes, cache = getattr(f, f"src_{side}"), getattr(f, f"{side}_cache")
     names = [f"{side}_channel_scale", f"src_{side}_channel_scale", f"src_{side}_signs"]
     if (
-        dst.code != "int4" or src.code not in _WORD_CODES or src.scale in (BLOCK, GROUP) or dim & (dim - 1) or dim < 16
-        or not codes.aligned or not cache.aligned or unit * codes.dtype.itemsize % 16
+        src.code not in _TILE_CODES.get(dst.code, ()) or src.scale in (BLOCK, GROUP)
+        or dim & (dim - 1) or dim < 16 or not codes.aligned or not cache.aligned or unit * codes.dtype.itemsize % 16
         or any(getattr(f, name) is not None for name in names)
     ):  # fmt: skip
         return 0
     if getattr(f, f"{side}_signs") is None:
         return max(1, dim // 64)
+    if dst.code == "e2m1":
+        return 0
     return int(dim <= (128 if (f.arch or 0) < _FIRST_BLACKWELL else 64))
 
 

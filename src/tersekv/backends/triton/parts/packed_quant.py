@@ -7,6 +7,8 @@ block's maximum nor a byte needs another thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 
@@ -27,27 +29,23 @@ from .quant import (
 PAIRS_PER_BLOCK = tl.constexpr(8)
 
 
-def _pairs_to_e2m1_ptx(fp16: bool) -> str:
-    """Returns PTX: four pairs $1 to $4 and half of a block's inverse scale $5 to $8 for each → four bytes $0.
+def e2m1_ptx(products: Sequence[Sequence[str]], parts: Sequence[str]) -> str:
+    """Returns PTX: eight numbers y → their codes $0, the first in the lowest nibble.
 
-    With h = y / 2, the magnitude's code is the sum of three parts that saturate, each rounded to nearest even by adding
-    it to 2^23: 4 sat(|h|) counts halves up to 2, then 2 sat(|h| - 1) ones up to 4, then sat(|h| - 2) twos up to 6. The
-    multipliers do it all, at twice the rate of comparisons. NaN saturates to 0, and a product that is NaN has a
-    positive sign.
+    products:  of each, instructions that put y or y / 2 into h0 to h7
+    parts:     instructions that put sat(|y| / 2), sat(|y| / 2 - 1) and sat(|y| / 2 - 2) into a, b and c, from the
+               magnitude x of h
+
+    The magnitude's code is the sum of three parts that saturate, each rounded to nearest even by adding it to 2^23: 4 a
+    counts halves up to 2, then 2 b ones up to 4, then c twos up to 6. The multipliers do it all, at twice the rate of
+    comparisons. NaN saturates to 0, and a product that is NaN has a positive sign.
     """
     lines = ["{", ".reg .f32 x, h<8>, a, b, c, r;", ".reg .b32 k<8>, even, odd, s, t;", ".reg .b16 low, high;"]
-    for i in range(8):
-        word, inv_scale = f"${1 + i // 2}", f"${5 + i // 2}"
-        if fp16:
-            lines += [f"mov.b32 {{low, high}}, {word};", f"cvt.f32.f16 x, {'high' if i % 2 else 'low'};"]
-        else:
-            lines += [f"and.b32 t, {word}, 0xFFFF0000;" if i % 2 else f"shl.b32 t, {word}, 16;", "mov.b32 x, t;"]
+    for i, product in enumerate(products):
         lines += [
-            f"mul.rn.f32 h{i}, x, {inv_scale};",
+            *product,
             f"abs.f32 x, h{i};",
-            "add.rn.sat.f32 a, x, 0f80000000;",
-            "add.rn.sat.f32 b, x, 0fBF800000;",
-            "add.rn.sat.f32 c, x, 0fC0000000;",
+            *parts,
             "fma.rn.f32 r, a, 0f40800000, 0f4B000000;",
             "fma.rn.f32 r, b, 0f40000000, r;",
             "add.rn.f32 r, r, c;",
@@ -67,6 +65,20 @@ def _pairs_to_e2m1_ptx(fp16: bool) -> str:
     lines += ["and.b32 even, even, 0x08080808;", "and.b32 odd, odd, 0x80808080;", "or.b32 s, even, odd;"]
     lines += ["or.b32 $0, t, s;", "}"]
     return "\n".join(lines)
+
+
+def _pairs_to_e2m1_ptx(fp16: bool) -> str:
+    """Returns PTX: four pairs $1 to $4 and half of a block's inverse scale $5 to $8 for each → four bytes $0."""
+    products = []
+    for i in range(8):
+        word, inv_scale = f"${1 + i // 2}", f"${5 + i // 2}"
+        if fp16:
+            lines = [f"mov.b32 {{low, high}}, {word};", f"cvt.f32.f16 x, {'high' if i % 2 else 'low'};"]
+        else:
+            lines = [f"and.b32 t, {word}, 0xFFFF0000;" if i % 2 else f"shl.b32 t, {word}, 16;", "mov.b32 x, t;"]
+        products.append([*lines, f"mul.rn.f32 h{i}, x, {inv_scale};"])
+    parts = "add.rn.sat.f32 a, x, 0f80000000;", "add.rn.sat.f32 b, x, 0fBF800000;", "add.rn.sat.f32 c, x, 0fC0000000;"
+    return e2m1_ptx(products, parts)
 
 
 _BF16_TO_E2M1_PTX = tl.constexpr(_pairs_to_e2m1_ptx(False))
