@@ -396,17 +396,19 @@ def _pipelined(device: torch.device, chunks: Sequence[tuple], first: Callable, s
     for stream in streams:
         stream.wait_stream(current)
     free: list[Any] = [None, None]  # events
-    for i, chunk in enumerate(chunks):
-        if free[i % 2] is not None:
-            streams[0].wait_event(free[i % 2])
-        with torch.cuda.stream(streams[0]):
-            first(i % 2, *chunk)
-        streams[1].wait_stream(streams[0])
-        with torch.cuda.stream(streams[1]):
-            second(i % 2, *chunk)
-        free[i % 2] = streams[1].record_event()
-    for stream in streams:
-        current.wait_stream(stream)
+    try:
+        for i, chunk in enumerate(chunks):
+            if free[i % 2] is not None:
+                streams[0].wait_event(free[i % 2])
+            with torch.cuda.stream(streams[0]):
+                first(i % 2, *chunk)
+            streams[1].wait_stream(streams[0])
+            with torch.cuda.stream(streams[1]):
+                second(i % 2, *chunk)
+            free[i % 2] = streams[1].record_event()
+    finally:  # nothing that they use is made anew before
+        for stream in streams:
+            current.wait_stream(stream)
 
 
 @lru_cache
