@@ -28,9 +28,10 @@ from ..ops.append import append
 from ..ops.decode import decode
 from ..ops.prefill import prefill
 from .vllm import name
+from .vllm_checkpoint import layer_number, layer_with, quantised_layers, require_scales
 from .vllm_connectors import refuse_other_block_sizes, takes_tokens
 from .vllm_pages import BLOCK_STEP, FORMATS, Kind, holds_scales, kind_of, known, pages_of, pages_shape, with_scales
-from .vllm_saved import give_formats, index_of, layers_of
+from .vllm_saved import cache_dtype_of, index_of, layers_of
 from .vllm_warm_up import DECODE_ROWS, Limits, warm_up
 
 # What layers of this process were compiled for.
@@ -186,6 +187,11 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
         )  # fmt: skip
 
 
+def _give_dtype(layer: Any, cache_dtype: str, model_dtype: torch.dtype) -> None:
+    layer.kv_cache_dtype = cache_dtype
+    layer.kv_cache_torch_dtype = model_dtype if cache_dtype == "auto" else FORMATS[cache_dtype].dtype
+
+
 def is_batch_invariant() -> bool:
     """Whether VLLM_BATCH_INVARIANT is set; not every release has it."""
     return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
@@ -232,11 +238,22 @@ class TersekvImpl(AttentionImpl):
         self.batch_invariant = is_batch_invariant()
         self._config = get_current_vllm_config_or_none()
         self.saved = layers_of(self._config, self.num_kv_heads, head_size)
+        self.quantised = None if self._config is None or self.saved is not None else quantised_layers(self._config)
         self._pages: tuple[Any, PagedKVLayer] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Give the layer the cache dtype that a file or the checkpoint has for it, before vLLM asks for its pages."""
+        if self._config is None:
+            return
+        name, layer = layer_with(self, self._config)
         if self.saved is not None:
-            give_formats(self.saved, self._config.compilation_config.static_forward_context, self)
+            _give_dtype(layer, cache_dtype_of(self.saved, name), act_dtype)
+            return
+        if self.quantised is not None and self.kv_cache_dtype != "auto":
+            number = layer_number(self.kv_sharing_target_layer_name or name)
+            self.kv_cache_dtype = "auto" if number is None else self.quantised.get(number, "auto")
+            _give_dtype(layer, self.kv_cache_dtype, act_dtype)
+        require_scales(name, layer, self.kv_cache_dtype, self._config)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

@@ -28,6 +28,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, Multipl
 from ..layers import PagedLatentLayer
 from ..ops.mla import mla_append, mla_decode
 from .vllm import MLA_NAME
+from .vllm_checkpoint import layer_with, require_alike, require_scales
 from .vllm_mla_prefill import TersekvMLAPrefill, prompts
 from .vllm_saved import saved_file
 
@@ -118,7 +119,10 @@ class TersekvMLAImpl(MLACommonImpl[TersekvMLAMetadata]):
             raise NotImplementedError(f"tersekv attends to a decoder's cache only, got attn_type={attn_type!r}")
         if kv_cache_dtype != "auto" and kv_cache_dtype not in FORMATS:
             raise ValueError(f"kv_cache_dtype: want auto, {', '.join(FORMATS)} for MLA, got {kv_cache_dtype!r}")
-        if (saved := saved_file(get_current_vllm_config_or_none())) is not None:
+        self._config = get_current_vllm_config_or_none()
+        if self._config is not None:
+            require_alike(self._config)
+        if (saved := saved_file(self._config)) is not None:
             raise NotImplementedError(f"additional_config.tersekv.saved: want none for latent attention, got {saved!r}")
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
@@ -127,6 +131,10 @@ class TersekvMLAImpl(MLACommonImpl[TersekvMLAMetadata]):
         # Kernels for every cache take a query of 16 bits, which keeps its digits.
         self.supports_quant_query_input = False
         self._pages: tuple[Any, PagedLatentLayer] | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        if self._config is not None:
+            require_scales(*layer_with(self, self._config), self.kv_cache_dtype, self._config, sides="k")
 
     def do_kv_cache_update(
         self,
