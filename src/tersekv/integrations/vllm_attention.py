@@ -32,10 +32,7 @@ from .vllm_checkpoint import layer_number, layer_with, quantised_layers, require
 from .vllm_connectors import refuse_other_block_sizes, takes_tokens
 from .vllm_pages import BLOCK_STEP, FORMATS, Kind, holds_scales, kind_of, known, pages_of, pages_shape, with_scales
 from .vllm_saved import cache_dtype_of, index_of, layers_of
-from .vllm_warm_up import DECODE_ROWS, Limits, warm_up
-
-# What layers of this process were compiled for.
-_compiled: set[str] = set()
+from .vllm_warm_up import DECODE_ROWS, Limits, first_time, warm_up
 
 
 class TersekvBackend(AttentionBackend):
@@ -301,7 +298,7 @@ class TersekvImpl(AttentionImpl):
 
     def _compile_once(self, query: Tensor, pages: PagedKVLayer, m: TersekvMetadata, options: dict[str, Any]) -> None:
         """With the first batch that a kind of layer sees with its pages, which is one of vLLM's own warm-up."""
-        if m.limits is None or not query.is_cuda:
+        if m.limits is None:
             return
         tensors = (pages.k, pages.v, pages.k_scale_cache, pages.v_scale_cache)
         kind = (
@@ -311,8 +308,7 @@ class TersekvImpl(AttentionImpl):
             query.shape[1:], query.dtype, m.block_table.shape[1], m.limits, self.kv_sharing_target_layer_name is None,
             [x.shape if isinstance(x, Tensor) else x for x in options.values()],
         )  # fmt: skip
-        if repr(kind) not in _compiled and not torch.cuda.is_current_stream_capturing():
-            _compiled.add(repr(kind))
+        if first_time(kind, query.device):
             warm_up(query, pages, m, self._brings_rows(query), options)
 
     def _brings_rows(self, query: Tensor) -> bool:
