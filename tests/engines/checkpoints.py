@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tersekv.demo import models
 from tersekv.demo.text import encode, heldout_text
@@ -59,6 +59,20 @@ def deepseek(folder: Path, **config) -> Path:
         **config,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(entries))
+    return folder
+
+
+def without_rotary(folder: Path) -> Path:
+    """Write the byte-level DeepSeek without the columns that are rotated, of queries and beside latents."""
+    deepseek(folder, qk_rope_head_dim=0)
+    c, file = models.load("deepseek").config, folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, x in tensors.items():
+        if name.endswith("q_proj.weight"):
+            tensors[name] = x.unflatten(0, (c.num_heads, -1))[:, : c.qk_nope_head_dim].flatten(0, 1).contiguous()
+        elif name.endswith("kv_a_proj_with_mqa.weight"):
+            tensors[name] = x[: c.kv_lora_rank].contiguous()
+    save_file(tensors, file)
     return folder
 
 
