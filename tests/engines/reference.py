@@ -138,7 +138,7 @@ def score_latents(
     prompt: list[int], tokens: list[int], format: str, scale: float = 1.0, *, rotated: bool = True
 ) -> Tensor:
     """Log-probabilities [tokens, vocabulary] fp64 of the byte-level DeepSeek in fp32, its cached rows as a latent
-    format gives them back. rotated: False: without the columns that are rotated, and with a softmax scale of the others.
+    format gives them back. rotated: False: without the columns that are rotated, with a softmax scale of the others.
     """
     model = models.load("deepseek")
     c, f, attend = model.config, latent_format(format), model.dense_attention()
