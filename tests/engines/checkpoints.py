@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tersekv.demo import models
 from tersekv.demo.text import encode, heldout_text
@@ -40,8 +40,8 @@ def llama(folder: Path, model_type: str = "llama", architecture: str = "LlamaFor
     return folder
 
 
-def deepseek(folder: Path) -> Path:
-    """Write the byte-level DeepSeek: latent attention, plain feed-forward layers."""
+def deepseek(folder: Path, **config) -> Path:
+    """Write the byte-level DeepSeek: latent attention, plain feed-forward layers; `config` as for `llama`."""
     model = models.load("deepseek", dtype=torch.bfloat16)
     c = model.config
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,8 +56,23 @@ def deepseek(folder: Path) -> Path:
         "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta}, "hidden_act": "silu",
         "first_k_dense_replace": c.num_layers, "moe_layer_freq": 1,
         "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": None, "eos_token_id": None,
+        **config,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(entries))
+    return folder
+
+
+def without_rotary(folder: Path) -> Path:
+    """Write the byte-level DeepSeek without the columns that are rotated, of queries and beside latents."""
+    deepseek(folder, qk_rope_head_dim=0)
+    c, file = models.load("deepseek").config, folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, x in tensors.items():
+        if name.endswith("q_proj.weight"):
+            tensors[name] = x.unflatten(0, (c.num_heads, -1))[:, : c.qk_nope_head_dim].flatten(0, 1).contiguous()
+        elif name.endswith("kv_a_proj_with_mqa.weight"):
+            tensors[name] = x[: c.kv_lora_rank].contiguous()
+    save_file(tensors, file)
     return folder
 
 

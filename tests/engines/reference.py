@@ -134,9 +134,12 @@ def hold(results: list[tuple[list[int], Tensor]], wanted: list[Tensor], most: fl
 
 
 @torch.no_grad()
-def score_latents(prompt: list[int], tokens: list[int], format: str, scale: float = 1.0) -> Tensor:
+def score_latents(
+    prompt: list[int], tokens: list[int], format: str, scale: float = 1.0, *, rotated: bool = True
+) -> Tensor:
     """Log-probabilities [tokens, vocabulary] fp64 of the byte-level DeepSeek in fp32, its cached rows as a latent
-    format gives them back."""
+    format gives them back. rotated: False: without the columns that are rotated, with a softmax scale of the others.
+    """
     model = models.load("deepseek")
     c, f, attend = model.config, latent_format(format), model.dense_attention()
     table = attend.table[: len(prompt) + len(tokens) - 1]
@@ -154,9 +157,12 @@ def score_latents(prompt: list[int], tokens: list[int], format: str, scale: floa
         )
         q_nope, q_pe = q.split((c.qk_nope_head_dim, c.qk_rope_head_dim), -1)
         q_pe = rotate_interleaved(q_pe, table)
-        scores = torch.einsum("qhd,khd->hqk", q_nope, k_nope) + torch.einsum("qhd,kd->hqk", q_pe, k_pe)
+        scores = torch.einsum("qhd,khd->hqk", q_nope, k_nope)
+        if rotated:
+            scores = scores + torch.einsum("qhd,kd->hqk", q_pe, k_pe)
         seen = torch.ones(scores.shape[1:]).tril().bool()
-        return torch.einsum("hqk,khd->qhd", (scores * c.softmax_scale).masked_fill(~seen, -math.inf).softmax(-1), v)
+        softmax_scale = c.softmax_scale if rotated else c.qk_nope_head_dim**-0.5
+        return torch.einsum("hqk,khd->qhd", (scores * softmax_scale).masked_fill(~seen, -math.inf).softmax(-1), v)
 
     logits = model(torch.tensor(prompt + tokens[:-1]), cached)
     return logits[len(prompt) - 1 :].double().log_softmax(-1)

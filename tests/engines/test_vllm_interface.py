@@ -392,7 +392,7 @@ def test_a_layer_that_shares_anothers_cache_reads_nothing_but_the_cache():
 
 
 REFUSED_BATCHES = {
-    "causal": [False, torch.tensor([True, False])],
+    "causal": [torch.tensor([True, False])],
     "dcp_local_seq_lens": [torch.ones(1)],
     "rswa_prefix_lens": [torch.ones(1)],
     "mm_req_doc_ranges": [{0: [(0, 3)]}],
@@ -446,7 +446,7 @@ ASKED = {
     ({"attn_type": "encoder"}, "attention type"),
     ({"use_mm_prefix": True}, "multimodal"),
     ({"use_rswa": True}, "R-SWA"),
-    ({"use_non_causal": True}, "non-causal"),
+    ({"use_non_causal": True}, None),
     ({"use_batch_invariant": True}, None),
     ({"use_pcp": True}, "PCP"),
     ({"use_dcp": True}, "DCP"),

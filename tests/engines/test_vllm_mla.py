@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_cpu import count, engine, generate
 
 from tersekv.formats import latent_format
-from tersekv.integrations import vllm_mla_prefill
+from tersekv.integrations import vllm_mla, vllm_mla_prefill, vllm_warm_up
 from tersekv.integrations.vllm import MLA_NAME
 from tersekv.integrations.vllm_mla import TersekvMLABackend, TersekvMLAImpl
 
@@ -86,6 +86,27 @@ def test_rows_of_drafts(model):
         drafted, taken = (count(llm, f"spec_decode_num_{what}_tokens") for what in ("draft", "accepted"))
     assert 0 < taken < drafted
     hold(results, [score_latents(p, r[0], "fp16") for p, r in zip(prompts, results, strict=True)], 1e-3, 1e-4)
+
+
+def test_the_first_batch_that_a_kind_of_layer_decodes_compiles_for_all(model, monkeypatch):
+    """On a GPU; layers are of one kind."""
+    kinds, asked = set(), []
+
+    def first_time(kind, device):
+        return repr(kind) not in kinds and not kinds.add(repr(kind))
+
+    def note(q, pages, metadata, options):
+        asked.append(metadata.limits)
+        vllm_warm_up.warm_up_latents(q, pages, metadata, options)
+
+    monkeypatch.setattr(vllm_mla, "first_time", first_time)
+    monkeypatch.setattr(vllm_mla, "warm_up_latents", note)
+    prompts = [text(3000 * i + 7, 40) for i in range(2)]
+    options = {"attention_backend": MLA_NAME, "dtype": "float16", "max_num_seqs": 3, "max_num_batched_tokens": 48}
+    with engine(model, **options) as llm:
+        results = generate(llm, prompts, 6)
+    assert asked == [(3, 48, 1)]
+    hold(results, [score_latents(p, r[0], "fp16") for p, r in zip(prompts, results, strict=True)])
 
 
 HEADS, RANK, ROTARY, PAGE = 4, 512, 64, 16

@@ -33,7 +33,7 @@ torch.cpu._is_amx_tile_supported = lambda: False
 _library = torch.library.Library("_C", "FRAGMENT")
 
 
-def _operator(schema: str):
+def operator(schema: str):
     def define(function):
         name = function.__name__
         _library.define(name + schema)
@@ -43,17 +43,17 @@ def _operator(schema: str):
     return define
 
 
-@_operator("(int[] nodes) -> ()")
+@operator("(int[] nodes) -> ()")
 def init_cpu_memory_env(nodes):
     pass
 
 
-@_operator("(str cores) -> str")
+@operator("(str cores) -> str")
 def init_cpu_threads_env(cores):
     return ""
 
 
-@_operator("(Tensor starts, Tensor positions, Tensor table, Tensor(a!) slots, int block_size) -> ()")
+@operator("(Tensor starts, Tensor positions, Tensor table, Tensor(a!) slots, int block_size) -> ()")
 def compute_slot_mapping_kernel_impl(starts, positions, table, slots, block_size):
     slots.fill_(-1)
     n = int(starts[-1])
@@ -62,14 +62,12 @@ def compute_slot_mapping_kernel_impl(starts, positions, table, slots, block_size
     slots[:n] = table[request, p // block_size].long() * block_size + p % block_size
 
 
-@_operator("(Tensor x) -> Tensor")
+@operator("(Tensor x) -> Tensor")
 def greedy_argmax(x):
     return x.argmax(-1)
 
 
-@_operator(
-    "(Tensor(a!) out, Tensor ends, Tensor draft, Tensor target, Tensor bonus, Tensor? is_greedy, int most) -> ()"
-)
+@operator("(Tensor(a!) out, Tensor ends, Tensor draft, Tensor target, Tensor bonus, Tensor? is_greedy, int most) -> ()")
 def rejection_greedy_sample_kernel_impl(out, ends, draft, target, bonus, is_greedy, most):
     start = 0
     for i, end in enumerate(ends.tolist()):
@@ -83,7 +81,7 @@ def rejection_greedy_sample_kernel_impl(out, ends, draft, target, bonus, is_gree
         start = end
 
 
-@_operator("(Tensor(a!) out, Tensor values, Tensor ends, int replaced, int by) -> ()")
+@operator("(Tensor(a!) out, Tensor values, Tensor ends, int replaced, int by) -> ()")
 def expand_kernel_impl(out, values, ends, replaced, by):
     start = 0
     for value, end in zip(values.tolist(), ends.tolist(), strict=True):

@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 
+from ..integrations.vllm_latents import FORMATS as LATENT_FORMATS
+from ..integrations.vllm_latents import latents_of
 from ..integrations.vllm_pages import FORMATS, known, pages_of
-from ..integrations.vllm_warm_up import Limits, calls
+from ..integrations.vllm_warm_up import Limits, calls, latent_calls
 from ..ops.compile_workers import Chip, compile_ahead, on_meta
 from .arguments import complain, positive, words
 
+_LATENTS = ("auto", *LATENT_FORMATS)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -61,25 +64,26 @@ def run(args: argparse.Namespace) -> int:
 def calls_of(config: dict[str, Any], cache_dtype: str, args: argparse.Namespace) -> list[list[partial]]:
     """The calls of vLLM's batches in each kind of layer of a model, on meta tensors."""
     model = config.get("text_config", config)
-    if model.get("kv_lora_rank") is not None:
-        raise ValueError("want a model that caches K and V, got latent attention (kv_lora_rank)")
     q_heads, ranks = model["num_attention_heads"], args.tensor_parallel_size
-    kv_heads = model.get("num_key_value_heads") or q_heads
-    dim = model.get("head_dim") or model["hidden_size"] // q_heads
     if q_heads % ranks:
         raise ValueError(f"want num_attention_heads divisible by --tensor-parallel-size, got {q_heads} and {ranks}")
     new = partial(torch.empty, device="meta")
-    dtype, size = _DTYPES[args.dtype], args.block_size
-    kind = FORMATS.get(cache_dtype)
-    storage, row = (dtype, 2 * dim) if kind is None else (kind.dtype, kind.row_bytes(dim, dim) // kind.dtype.itemsize)
-    cache = new(64, max(kv_heads // ranks, 1), size, row, dtype=storage)
-    pages = pages_of(cache, cache_dtype, dim, new((), dtype=torch.float32), new((), dtype=torch.float32))
-    columns = -(-(args.max_model_len or model["max_position_embeddings"]) // size)
+    columns = -(-(args.max_model_len or model["max_position_embeddings"]) // args.block_size)
     like = SimpleNamespace(
         limits=Limits(args.max_num_seqs, args.max_num_batched_tokens, 1 + args.drafts),
         block_table=new(1, columns, dtype=torch.int32), seq_lens=new(1, dtype=torch.int32),
         slot_mapping=new(1, dtype=torch.int64),
     )  # fmt: skip
+    if model.get("kv_lora_rank") is not None:
+        return [_calls_of_latents(model, cache_dtype, q_heads // ranks, like, args)]
+    known(cache_dtype)
+    kv_heads = model.get("num_key_value_heads") or q_heads
+    dim = model.get("head_dim") or model["hidden_size"] // q_heads
+    dtype, size = _DTYPES[args.dtype], args.block_size
+    kind = FORMATS.get(cache_dtype)
+    storage, row = (dtype, 2 * dim) if kind is None else (kind.dtype, kind.row_bytes(dim, dim) // kind.dtype.itemsize)
+    cache = new(64, max(kv_heads // ranks, 1), size, row, dtype=storage)
+    pages = pages_of(cache, cache_dtype, dim, new((), dtype=torch.float32), new((), dtype=torch.float32))
     q = new(1, q_heads // ranks, dim, dtype=dtype)
     sinks = new(q_heads // ranks, dtype=torch.float32) if model.get("model_type") == "gpt_oss" else None
     softcap, found = float(model.get("attn_logit_softcapping") or 0.0), []
@@ -88,6 +92,27 @@ def calls_of(config: dict[str, Any], cache_dtype: str, args: argparse.Namespace)
         options = {"softmax_scale": dim**-0.5, "window": window, "sinks": sinks, "softcap": softcap}
         found.append([*calls(q, on_meta(pages), like, True, options)])
     return found
+
+
+def _calls_of_latents(
+    model: dict[str, Any], cache_dtype: str, heads: int, like: Any, args: argparse.Namespace
+) -> list[partial]:
+    """What TERSEKV_MLA writes and decodes; prompts are vLLM's own there."""
+    if cache_dtype not in _LATENTS:
+        raise ValueError(f"want --formats of {', '.join(_LATENTS)} for latent attention, got {cache_dtype}")
+    rank, rotary, nope = model["kv_lora_rank"], model["qk_rope_head_dim"], model["qk_nope_head_dim"]
+    new, dtype = partial(torch.empty, device="meta"), _DTYPES[args.dtype]
+    # Bytes of a latent of 512, its scales, and a rotary part of 16 bits.
+    row, storage = (656, torch.uint8) if cache_dtype == "fp8_ds_mla" else (rank + rotary, dtype)
+    if cache_dtype in ("fp8", "fp8_e4m3"):
+        storage = torch.float8_e4m3fn
+    elif cache_dtype in ("bfloat16", "float16"):
+        storage = _DTYPES[cache_dtype]
+    cache = new(64, args.block_size, row, dtype=storage)
+    pages = latents_of(cache, cache_dtype, rank, new((), dtype=torch.float32), rotary)
+    q = new(1, heads, rank, dtype=dtype), new(1, heads, nope + rotary, dtype=dtype)[..., nope:]
+    options = {"softmax_scale": (nope + rotary) ** -0.5, "return_lse": False}
+    return [*latent_calls(q, on_meta(pages), like, options)]
 
 
 def windows(model: dict[str, Any]) -> list[int | None]:
@@ -103,6 +128,6 @@ def windows(model: dict[str, Any]) -> list[int | None]:
 def _dtypes(text: str) -> tuple[str, ...]:
     """A comma-separated list of vLLM's cache dtypes and tersekv's."""
     try:
-        return tuple(known(word) for word in words(text)) or ("auto",)
+        return tuple(word if word in _LATENTS else known(word) for word in words(text)) or ("auto",)
     except ValueError as e:
         raise argparse.ArgumentTypeError(str(e)) from None

@@ -28,13 +28,14 @@ from ..ops.append import append
 from ..ops.decode import decode
 from ..ops.prefill import prefill
 from .vllm import name
+from .vllm_checkpoint import layer_number, layer_with, quantised_layers, require_scales
 from .vllm_connectors import refuse_other_block_sizes, takes_tokens
 from .vllm_pages import BLOCK_STEP, FORMATS, Kind, holds_scales, kind_of, known, pages_of, pages_shape, with_scales
-from .vllm_saved import give_formats, index_of, layers_of
-from .vllm_warm_up import DECODE_ROWS, Limits, warm_up
+from .vllm_saved import cache_dtype_of, index_of, layers_of
+from .vllm_warm_up import DECODE_ROWS, Limits, first_time, warm_up
 
-# What layers of this process were compiled for.
-_compiled: set[str] = set()
+# Rows of a request that may see each other: a mask says so, bit by bit.
+MASKED_ROWS = 64
 
 
 class TersekvBackend(AttentionBackend):
@@ -110,6 +111,11 @@ class TersekvBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Of drafts that see each other, as DFlash's do."""
+        return True
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         """The builder reads the host's query lengths: they must be the device's."""
         return False
@@ -124,9 +130,10 @@ class TersekvMetadata(AttentionMetadata):
     """One step, shared by all layers: first requests of few new rows, then the others.
 
     few_rows, few:  query rows and requests that decode attends with
-    rows:           how decode tells the requests' rows apart; empty where all have the same number
+    rows:           how decode tells the requests' rows apart, and a mask; empty where all have the same number
     starts:         [B - few + 1] first query row of each other request, from 0
     most_rows:      the host's bound on their rows
+    causal:         False: the new rows of a request see each other; all are decoded
     limits:         of all batches; None: unknown
     """
 
@@ -140,6 +147,7 @@ class TersekvMetadata(AttentionMetadata):
     starts: Tensor
     most_rows: int
     limits: Limits | None = None
+    causal: bool = True
 
 
 class TersekvMetadataBuilder(AttentionMetadataBuilder):
@@ -155,6 +163,7 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
         self.most_decode_rows = self.reorder_batch_threshold if is_batch_invariant() else DECODE_ROWS
         scheduler = getattr(vllm_config, "scheduler_config", None)
         self.has_tails = holds_scales(kv_cache_spec)
+        self.everything: dict[int, list[Tensor]] = {}
         self.limits = None
         if scheduler is not None:
             self.limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, self.reorder_batch_threshold)
@@ -170,7 +179,9 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
         _refuse_what_is_no_causal_batch(m)
         starts = m.query_start_loc_cpu.tolist()
         counts = [end - start for start, end in pairwise(starts)]
-        few = next((b for b, n in enumerate(counts) if n > self.most_decode_rows), len(counts))
+        few = len(counts)
+        if m.causal:
+            few = next((b for b, n in enumerate(counts) if n > self.most_decode_rows), few)
         # A captured graph is padded with requests of no rows, at the end, up to its full number of tokens.
         rows = m.num_actual_tokens if few == len(counts) else starts[few]
         real = few - next((i for i, n in enumerate(reversed(counts[:few])) if n), few)
@@ -178,12 +189,31 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
         # Graphs are captured for these numbers of rows; others are too many to compile for each.
         uniform = most in (0, 1, self.reorder_batch_threshold) and set(counts[:real]) <= {most} and rows == few * most
         ragged = {} if uniform else {"cu_seqlens_q": m.query_start_loc[: few + 1], "max_q_len": most}
+        if not m.causal:
+            ragged["mask"] = self._mask(rows, most, m.seq_lens.device)
         # A graph is captured over vLLM's own tensors, which outlive it: nothing is computed where nothing must be.
         rest = m.query_start_loc[few:] - rows if 0 < few < len(counts) else m.query_start_loc[few:]
         return TersekvMetadata(
             m.num_actual_tokens, m.seq_lens, m.block_table_tensor, m.slot_mapping, rows, few, ragged,
-            rest, max(counts[few:], default=0), self.limits,
+            rest, max(counts[few:], default=0), self.limits, m.causal,
         )  # fmt: skip
+
+    def _mask(self, rows: int, most: int, device: torch.device) -> Tensor:
+        """Every row of a request sees every other [rows, W]: of tensors that outlive captured graphs."""
+        if most > MASKED_ROWS:
+            raise NotImplementedError(f"causal: want True for requests of more than {MASKED_ROWS} rows, got {most}")
+        width = 2 * max(1, -(-most // 32))
+        kept = self.everything.setdefault(width, [])
+        if not kept or len(kept[-1]) < rows:
+            requests = 0 if self.limits is None else self.limits.requests
+            bits = torch.full((max(rows, requests * 16 * width), width), -1, dtype=torch.int16, device=device)
+            kept.append(bits.view(torch.uint16))
+        return kept[-1][:rows]
+
+
+def _give_dtype(layer: Any, cache_dtype: str, model_dtype: torch.dtype) -> None:
+    layer.kv_cache_dtype = cache_dtype
+    layer.kv_cache_torch_dtype = model_dtype if cache_dtype == "auto" else FORMATS[cache_dtype].dtype
 
 
 def is_batch_invariant() -> bool:
@@ -193,8 +223,8 @@ def is_batch_invariant() -> bool:
 
 def _refuse_what_is_no_causal_batch(m: Any) -> None:
     """What a release may put into a batch's metadata that would change who sees what."""
-    if m.causal is not True:
-        raise NotImplementedError("causal: want True, tersekv attends causally only")
+    if not isinstance(m.causal, bool):
+        raise NotImplementedError("causal: want True or False for all requests of a batch, got a value each")
     for field in ("dcp_local_seq_lens", "rswa_prefix_lens", "mm_req_doc_ranges", "encoder_seq_lens"):
         if getattr(m, field, None) is not None:
             raise NotImplementedError(f"{field}: want None, tersekv attends to all of a decoder's own cache")
@@ -232,11 +262,22 @@ class TersekvImpl(AttentionImpl):
         self.batch_invariant = is_batch_invariant()
         self._config = get_current_vllm_config_or_none()
         self.saved = layers_of(self._config, self.num_kv_heads, head_size)
+        self.quantised = None if self._config is None or self.saved is not None else quantised_layers(self._config)
         self._pages: tuple[Any, PagedKVLayer] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Give the layer the cache dtype that a file or the checkpoint has for it, before vLLM asks for its pages."""
+        if self._config is None:
+            return
+        name, layer = layer_with(self, self._config)
         if self.saved is not None:
-            give_formats(self.saved, self._config.compilation_config.static_forward_context, self)
+            _give_dtype(layer, cache_dtype_of(self.saved, name), act_dtype)
+            return
+        if self.quantised is not None and self.kv_cache_dtype != "auto":
+            number = layer_number(self.kv_sharing_target_layer_name or name)
+            self.kv_cache_dtype = "auto" if number is None else self.quantised.get(number, "auto")
+            _give_dtype(layer, self.kv_cache_dtype, act_dtype)
+        require_scales(name, layer, self.kv_cache_dtype, self._config)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -263,6 +304,8 @@ class TersekvImpl(AttentionImpl):
         m = attn_metadata
         if m is None:  # vLLM profiles its memory
             return output.fill_(0)
+        if not m.causal and self.window is not None:
+            raise NotImplementedError(f"sliding_window: want none where drafts see each other, got {self.window}")
         pages = self._layer(layer, kv_cache)
         out = output.view(-1, self.num_heads, pages.head_dim_v)
         options: dict[str, Any] = {
@@ -284,7 +327,7 @@ class TersekvImpl(AttentionImpl):
 
     def _compile_once(self, query: Tensor, pages: PagedKVLayer, m: TersekvMetadata, options: dict[str, Any]) -> None:
         """With the first batch that a kind of layer sees with its pages, which is one of vLLM's own warm-up."""
-        if m.limits is None or not query.is_cuda:
+        if m.limits is None:
             return
         tensors = (pages.k, pages.v, pages.k_scale_cache, pages.v_scale_cache)
         kind = (
@@ -294,8 +337,7 @@ class TersekvImpl(AttentionImpl):
             query.shape[1:], query.dtype, m.block_table.shape[1], m.limits, self.kv_sharing_target_layer_name is None,
             [x.shape if isinstance(x, Tensor) else x for x in options.values()],
         )  # fmt: skip
-        if repr(kind) not in _compiled and not torch.cuda.is_current_stream_capturing():
-            _compiled.add(repr(kind))
+        if first_time(kind, query.device):
             warm_up(query, pages, m, self._brings_rows(query), options)
 
     def _brings_rows(self, query: Tensor) -> bool:

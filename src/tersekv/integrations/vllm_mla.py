@@ -9,6 +9,7 @@ there tersekv attends, and prompts of a float32 model, whose keys no page could 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,13 +29,11 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, Multipl
 from ..layers import PagedLatentLayer
 from ..ops.mla import mla_append, mla_decode
 from .vllm import MLA_NAME
+from .vllm_checkpoint import layer_with, require_alike, require_scales
+from .vllm_latents import FORMATS, latents_of
 from .vllm_mla_prefill import TersekvMLAPrefill, prompts
 from .vllm_saved import saved_file
-
-FORMATS = {"bfloat16": "bf16", "float16": "fp16", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_ds_mla": "fp8_ds_mla"}
-# "auto" is the model's dtype.
-_AUTO = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_STORAGE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_ds_mla": torch.uint8}
+from .vllm_warm_up import Limits, first_time, warm_up_latents
 
 
 class TersekvMLABackend(MLACommonBackend):
@@ -71,6 +70,7 @@ class TersekvMLABackend(MLACommonBackend):
 @dataclass
 class TersekvMLAMetadata(MLACommonMetadata):
     seq_lens: Tensor | None = None  # [B] of all requests, new tokens included
+    limits: Limits | None = None  # of all batches; None: unknown
 
 
 class TersekvMLAMetadataBuilder(MLACommonMetadataBuilder[TersekvMLAMetadata]):
@@ -80,12 +80,14 @@ class TersekvMLAMetadataBuilder(MLACommonMetadataBuilder[TersekvMLAMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, TersekvMLAMetadata)
+        scheduler = vllm_config.scheduler_config
+        self.limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, self.reorder_batch_threshold)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> TersekvMLAMetadata:
         if common_attn_metadata.causal is not True:
             raise NotImplementedError("causal: want True, tersekv attends causally only")
         m = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        m.seq_lens = common_attn_metadata.seq_lens
+        m.seq_lens, m.limits = common_attn_metadata.seq_lens, self.limits
         return m
 
 
@@ -118,7 +120,10 @@ class TersekvMLAImpl(MLACommonImpl[TersekvMLAMetadata]):
             raise NotImplementedError(f"tersekv attends to a decoder's cache only, got attn_type={attn_type!r}")
         if kv_cache_dtype != "auto" and kv_cache_dtype not in FORMATS:
             raise ValueError(f"kv_cache_dtype: want auto, {', '.join(FORMATS)} for MLA, got {kv_cache_dtype!r}")
-        if (saved := saved_file(get_current_vllm_config_or_none())) is not None:
+        self._config = get_current_vllm_config_or_none()
+        if self._config is not None:
+            require_alike(self._config)
+        if (saved := saved_file(self._config)) is not None:
             raise NotImplementedError(f"additional_config.tersekv.saved: want none for latent attention, got {saved!r}")
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
@@ -127,6 +132,10 @@ class TersekvMLAImpl(MLACommonImpl[TersekvMLAMetadata]):
         # Kernels for every cache take a query of 16 bits, which keeps its digits.
         self.supports_quant_query_input = False
         self._pages: tuple[Any, PagedLatentLayer] | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        if self._config is not None:
+            require_scales(*layer_with(self, self._config), self.kv_cache_dtype, self._config, sides="k")
 
     def do_kv_cache_update(
         self,
@@ -154,11 +163,26 @@ class TersekvMLAImpl(MLACommonImpl[TersekvMLAMetadata]):
         The LSE [T, H] fp32 comes along for context parallelism: of the keys of this rank, −inf where it has none.
         """
         pages, m = self._layer(kv_c_and_k_pe_cache, layer._k_scale), attn_metadata.decode
-        done = mla_decode(
-            q, pages, m.block_table, m.seq_lens, softmax_scale=self.scale,
-            return_lse=self.need_to_return_lse_for_decode,
-        )  # fmt: skip
+        options = {"softmax_scale": self.scale, "return_lse": self.need_to_return_lse_for_decode}
+        self._compile_once(q if isinstance(q, tuple) else (q,), pages, attn_metadata, options)
+        done = mla_decode(q, pages, m.block_table, m.seq_lens, **options)
         return done if isinstance(done, tuple) else (done, None)
+
+    def _compile_once(
+        self, q: tuple[Tensor, ...], pages: PagedLatentLayer, attn_metadata: Any, options: dict[str, Any]
+    ) -> None:
+        """As `TersekvImpl` does, for what is decoded."""
+        limits, m = getattr(attn_metadata, "limits", None), attn_metadata.decode
+        rows = [pages.ckv, pages.kpe, *q]
+        kind = (
+            pages.format, [(x.shape[1:], x.stride(), x.dtype) for x in rows], m.block_table.shape[1], limits,
+            options["return_lse"],
+        )  # fmt: skip
+        if limits is not None and first_time(kind, q[0].device):
+            index = SimpleNamespace(
+                limits=limits, block_table=m.block_table, seq_lens=m.seq_lens, slot_mapping=attn_metadata.slot_mapping
+            )
+            warm_up_latents(q, pages, index, options)
 
     def forward_mha(
         self,
@@ -213,26 +237,3 @@ class TersekvMLAImpl(MLACommonImpl[TersekvMLAMetadata]):
             rotary = self.qk_rope_head_dim
             self._pages = key, latents_of(kv_cache, self.kv_cache_dtype, self.kv_lora_rank, k_scale, rotary)
         return self._pages[1]
-
-
-def latents_of(
-    kv_cache: Tensor, kv_cache_dtype: str, kv_lora_rank: int, k_scale: Tensor, qk_rope_head_dim: int | None = None
-) -> PagedLatentLayer:
-    """vLLM's pages [blocks, tokens, row] of one latent layer as a PagedLatentLayer, without copying.
-
-    k_scale:          vLLM's dequantising fp32 scale of one element, of the latent and of its rotary part; seen and not
-                      copied
-    qk_rope_head_dim: the model's; 0: a rotary part that rows of fp8_ds_mla have all the same is not looked at
-
-    Raises ValueError for pages of another dtype, and for another scale.
-    """
-    name = _AUTO.get(kv_cache.dtype) if kv_cache_dtype == "auto" else FORMATS.get(kv_cache_dtype)
-    if name is None:
-        raise ValueError(f"kv_cache: want pages of bfloat16 or float16 for {kv_cache_dtype!r}, got {kv_cache.dtype}")
-    sizes: dict[str, Any] = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
-    if name != "fp8_e4m3":
-        return PagedLatentLayer.of(kv_cache.view(_STORAGE[name]), format=name, **sizes)
-    if k_scale.dtype != torch.float32 or k_scale.numel() != 1:
-        raise ValueError(f"layer._k_scale: want float32 with 1 element, got {list(k_scale.shape)} {k_scale.dtype}")
-    rows, scale = kv_cache.view(_STORAGE[name]), k_scale.detach().view(-1)
-    return PagedLatentLayer.of(rows, format=name, kv_scale=scale, **sizes)

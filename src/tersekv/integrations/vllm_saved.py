@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .saved_layers import SavedLayers, saved_layers
+from .vllm_checkpoint import layer_number
 from .vllm_pages import FORMATS
 
 _OPTION = "additional_config"
@@ -66,18 +67,15 @@ def _cache_dtypes(both: tuple[str, str]) -> list[str]:
     return [n for n, kind in FORMATS.items() if (kind.k.name, kind.v.name) == both and not kind.rotated]
 
 
-def give_formats(found: SavedLayers, layers: dict[str, Any], impl: Any) -> None:
-    """Let vLLM's layer that has this implementation ask for pages of the file's formats."""
-    for name, layer in layers.items():
-        if getattr(layer, "impl", None) is impl:
-            layer.kv_cache_dtype = _cache_dtypes(found.formats[index_of(found, name)])[0]
-            layer.kv_cache_torch_dtype = FORMATS[layer.kv_cache_dtype].dtype
+def cache_dtype_of(found: SavedLayers, layer_name: str) -> str:
+    """vLLM's name for the pages of a layer."""
+    return _cache_dtypes(found.formats[index_of(found, layer_name)])[0]
 
 
 def index_of(found: SavedLayers, layer_name: str) -> int:
     """Which of the model's layers it is, by the number in its name."""
-    numbers = [int(part) for part in layer_name.split(".") if part.isdecimal()]
-    if len(numbers) != 1 or numbers[0] >= len(found.formats):
+    number = layer_number(layer_name)
+    if number is None or number >= len(found.formats):
         want = f"layers named by a number below {len(found.formats)}, the layers in {found.path!r}"
         raise ValueError(f"{_SAVED}: want {want}, got {layer_name!r}")
-    return numbers[0]
+    return number

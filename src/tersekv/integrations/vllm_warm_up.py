@@ -8,7 +8,7 @@ as it is, and what they attend to is thrown away. Before that, processes side by
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..layers import PagedKVLayer
+from ..layers import PagedKVLayer, PagedLatentLayer
 from ..ops.append import append
 from ..ops.compile_workers import chip_of, compile_ahead, on_meta
 from ..ops.decode import decode
+from ..ops.mla import mla_append, mla_decode
 from ..ops.prefill import prefill
 
 # Requests with this many new rows or fewer are decoded; others, prompts and chunks of them, are prefilled.
@@ -28,6 +29,7 @@ DECODE_ROWS = 16
 CUT = 32
 BLOCK = 128  # rows of a program of prefill, at most
 _log = logging.getLogger("tersekv")
+_compiled: set[str] = set()  # what layers of this process were compiled for
 
 
 class Limits(NamedTuple):
@@ -45,15 +47,33 @@ def warm_up(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, optio
     metadata:  of that batch, with `limits`
     own_rows:  whether prompts bring keys and values
     """
-    chip = chip_of(q.device)
+    _compile_and_call(lambda q, pages, m, o: calls(q, pages, m, own_rows, o), q, pages, metadata, options)
+
+
+def warm_up_latents(q: tuple[Tensor, ...], pages: PagedLatentLayer, metadata: Any, options: dict[str, Any]) -> None:
+    """Likewise for latents: what is written, and what is decoded. q: (q_nope, q_pe), or of both in one."""
+    _compile_and_call(latent_calls, q, pages, metadata, options)
+
+
+def first_time(kind: Any, device: torch.device) -> bool:
+    """Whether nothing was compiled yet in this process for such a layer on a GPU; not during a graph's capture."""
+    if device.type != "cuda" or repr(kind) in _compiled or torch.cuda.is_current_stream_capturing():
+        return False
+    _compiled.add(repr(kind))
+    return True
+
+
+def _compile_and_call(make: Callable[..., Iterator[partial]], q: Any, pages: Any, metadata: Any, options: Any) -> None:
+    chip = chip_of(pages.device)
     if chip is not None:
         tensors = {n: on_meta(getattr(metadata, n)) for n in ("block_table", "seq_lens", "slot_mapping")}
         like = SimpleNamespace(limits=metadata.limits, **tensors)
         alike = {name: on_meta(x) for name, x in options.items()}
+        on_q = tuple(map(on_meta, q)) if isinstance(q, tuple) else on_meta(q)
         # As warnings: engines leave our logger as it is, which then shows nothing less, and somebody waits.
         say = partial(_log.warning, "tersekv: %s")
-        compile_ahead([*calls(on_meta(q), on_meta(pages), like, own_rows, alike)], chip, say=say)
-    for call in calls(q, pages, metadata, own_rows, options):
+        compile_ahead([*make(on_q, on_meta(pages), like, alike)], chip, say=say)
+    for call in make(q, pages, metadata, options):
         call()
 
 
@@ -105,6 +125,24 @@ def calls(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, options
                     }
                     cu = ints(ends(b, n))
                     yield partial(prefill, new, pages, **where, cu_seqlens_q=cu, max_q_len=most, **own, **options)
+
+
+def latent_calls(
+    q: tuple[Tensor, ...], pages: PagedLatentLayer, metadata: Any, options: dict[str, Any]
+) -> Iterator[partial]:
+    """Requests that are decoded have one row each, or all one and drafts; prompts are another's."""
+    limits, table = metadata.limits, metadata.block_table
+    for n in sizes(limits.rows):
+        latent, rotary = (q[0].new_zeros(n, dim) for dim in (pages.kv_lora_rank, pages.qk_rope_head_dim))
+        slots = metadata.slot_mapping.new_full((n,), -1)
+        yield partial(mla_append, latent, rotary if pages.qk_rope_head_dim else None, pages, slots)
+    for b in sorted({*range(1, min(limits.requests, CUT) + 1), *sizes(limits.requests)}):
+        where = table.new_zeros(b, table.shape[1]), metadata.seq_lens.new_zeros(b)
+        for n in sorted({1, limits.decode_rows}):
+            # Rows of the engine's strides: the rotary part is cut out of longer ones.
+            new = [x.new_zeros(b * n, max(x.stride(0), 1)) for x in q]
+            rows = [y.as_strided((b * n, *x.shape[1:]), x.stride()) for x, y in zip(q, new, strict=True)]
+            yield partial(mla_decode, rows[0] if len(rows) == 1 else tuple(rows), pages, *where, **options)
 
 
 def sizes(most: int) -> list[int]:
