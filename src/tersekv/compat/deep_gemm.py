@@ -129,13 +129,24 @@ def fp8_mqa_logits(
         weights:          [T, Hi] fp32, q's scales in them
         cu_seq_len_k_start, cu_seq_len_k_end:  [T] the keys that each row sees, [start, end)
         clean_logits:     columns that a row does not see are −inf with it and without
+        max_seqlen_k:     0; or the columns of the result, which count from each row's start
 
-    Returns [T, N] fp32. Keys are read as they are: nothing is dequantised beforehand. Raises UnsupportedError for
-    max_seqlen_k (columns counted from each row's start), and ValueError or TypeError for a bad argument.
+    Returns [T, N] or [T, max_seqlen_k] fp32; [T, N] is made and copied from first. Keys are read as they are: nothing
+    is dequantised beforehand. Raises ValueError or TypeError for a bad argument.
     """
-    if as_host_int("max_seqlen_k", max_seqlen_k, 0):
-        raise UnsupportedError(f"max_seqlen_k: want 0: a column for each of the keys, got {max_seqlen_k}")
     as_bool("clean_logits", clean_logits)
+    columns = as_host_int("max_seqlen_k", max_seqlen_k, 0)
+    logits = _ragged(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end)
+    if columns == 0:
+        return logits
+    if logits.shape[1] == 0:
+        return logits.new_full((logits.shape[0], columns), -torch.inf)
+    column = cu_seq_len_k_start.long()[:, None] + torch.arange(columns, device=logits.device)
+    seen = column < cu_seq_len_k_end.long().clamp(max=logits.shape[1])[:, None]
+    return logits.gather(1, column.clamp(0, logits.shape[1] - 1)).where(seen, -torch.inf)
+
+
+def _ragged(q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     if not isinstance(kv, (tuple, list)) or len(kv) != 2:
         raise TypeError(f"kv: want (codes, scales), got {type(kv).__name__}")
     codes, scales = tensor("kv[0]", kv[0], "N, Di"), tensor("kv[1]", kv[1], "N")
@@ -145,7 +156,7 @@ def fp8_mqa_logits(
     table = torch.arange(keys // page, dtype=torch.int32, device=codes.device)[None]
     signature, found = lookup_cached(
         _RAGGED_NAMES, "index_scores", ("deep_gemm_ragged",),
-        (q, weights, codes, scales, table, cu_seq_len_k_end[:1], None, None, cu_seq_len_k_start, cu_seq_len_k_end),
+        (q, weights, codes, scales, table, ends[:1], None, None, starts, ends),
     )  # fmt: skip
     if found is not None:
         return found[0]
@@ -155,7 +166,7 @@ def fp8_mqa_logits(
     out = torch.empty(q.shape[0], keys, dtype=torch.float32, device=q.device)
     call = _call(
         q, weights, codes.unflatten(0, (-1, page)), scales.unflatten(0, (-1, page)), out, q.shape[0], table,
-        cu_seq_len_k_end[:1], cu_seq_len_k_start, cu_seq_len_k_end,
+        ends[:1], starts, ends,
     )  # fmt: skip
     with_caller_names(
         _RAGGED_NAMES, dispatch_call, "index_scores", call, None, signature._replace(outputs={"out": out})
@@ -180,11 +191,13 @@ def fp8_fp4_mqa_logits(
         >>> fp8_fp4_mqa_logits(q, kv, torch.ones(1, 64), torch.tensor([0]), torch.tensor([100])).shape
         torch.Size([1, 100])
 
-    Raises UnsupportedError for scales of q (MXFP4) and for another logits_dtype than float32.
+    logits_dtype:  float32, or bfloat16, to which fp32 is rounded
+
+    Raises UnsupportedError for scales of q (MXFP4) and for another logits_dtype.
     """
-    return fp8_mqa_logits(
-        _fp8_query(q, logits_dtype), kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k
-    )
+    codes = _fp8_query(q, logits_dtype)
+    logits = fp8_mqa_logits(codes, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k)
+    return logits.to(logits_dtype)
 
 
 def fp8_fp4_paged_mqa_logits(
@@ -206,12 +219,15 @@ def fp8_fp4_paged_mqa_logits(
         >>> fp8_fp4_paged_mqa_logits(q, kv_cache, torch.ones(1, 64), lens, torch.tensor([[3]]), None, 64).shape
         torch.Size([1, 64])
 
-    Raises UnsupportedError for scales of q (MXFP4) and for another logits_dtype than float32.
+    logits_dtype:  float32, or bfloat16, to which fp32 is rounded
+
+    Raises UnsupportedError for scales of q (MXFP4) and for another logits_dtype.
     """
-    return fp8_paged_mqa_logits(
-        _fp8_query(q, logits_dtype), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len,
-        clean_logits, indices,
-    )  # fmt: skip
+    codes = _fp8_query(q, logits_dtype)
+    logits = fp8_paged_mqa_logits(
+        codes, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits, indices
+    )
+    return logits.to(logits_dtype)
 
 
 def _fp8_query(q: Any, logits_dtype: torch.dtype) -> Tensor:
@@ -219,8 +235,8 @@ def _fp8_query(q: Any, logits_dtype: torch.dtype) -> Tensor:
         raise TypeError(f"q: want (codes, None), got {type(q).__name__}")
     if q[1] is not None:
         raise UnsupportedError("q[1]: want None: e4m3 queries, whose scales are in the weights, got a tensor")
-    if logits_dtype != torch.float32:
-        raise UnsupportedError(f"logits_dtype: want float32, got {dtype_name(logits_dtype)}")
+    if logits_dtype not in (torch.float32, torch.bfloat16):
+        raise UnsupportedError(f"logits_dtype: want float32 or bfloat16, got {dtype_name(logits_dtype)}")
     return q[0]
 
 
