@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tersekv.backends.cpu import library
-from tersekv.compat import deep_gemm
+from tersekv.compat import _indexer
 from tersekv.compat.deep_gemm import (
     fp8_fp4_mqa_logits,
     fp8_fp4_paged_mqa_logits,
@@ -106,7 +106,7 @@ def test_a_call_like_one_before_it_takes_the_short_way(monkeypatch):
     def refuse(*_):
         raise AssertionError("the long way")
 
-    monkeypatch.setattr(deep_gemm, "dispatch_call", refuse)
+    monkeypatch.setattr(_indexer, "dispatch_call", refuse)
     assert torch.equal(fp8_paged_mqa_logits(*given), first)
     with pytest.raises(AssertionError, match="the long way"):
         fp8_paged_mqa_logits(*given[:-1], 41)
