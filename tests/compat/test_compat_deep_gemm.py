@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tersekv.backends.cpu import library
-from tersekv.compat import deep_gemm
+from tersekv.compat import _indexer
 from tersekv.compat.deep_gemm import (
     fp8_fp4_mqa_logits,
     fp8_fp4_paged_mqa_logits,
@@ -55,6 +55,15 @@ def test_ragged(keys, heads):
     for clean in (True, False):
         assert same(fp8_mqa_logits(q, (k, scales), weights, starts, ends, clean), want)
     assert same(fp8_fp4_mqa_logits((q, None), [k, scales], weights, starts.long(), ends.long()), want)
+    for columns in (1, 100, 130):  # counted from each row's start
+        from_start = torch.full((6, columns), -torch.inf, dtype=torch.float64)
+        for row, s, e, out in zip(want, starts, ends, from_start, strict=True):
+            mine = row[s : max(s, e)][:columns]
+            out[: len(mine)] = mine
+        assert same(fp8_mqa_logits(q, (k, scales), weights, starts, ends, False, columns), from_start)
+        given = (q, None), (k, scales), weights, starts, ends, False, columns
+        got = fp8_fp4_mqa_logits(*given, logits_dtype=torch.bfloat16)
+        assert torch.equal(got, fp8_fp4_mqa_logits(*given).bfloat16())
 
 
 @pytest.mark.parametrize(("page", "dim", "next_n"), [(64, 128, 1), (16, 64, 2), (3, 128, 3)])
@@ -97,7 +106,7 @@ def test_a_call_like_one_before_it_takes_the_short_way(monkeypatch):
     def refuse(*_):
         raise AssertionError("the long way")
 
-    monkeypatch.setattr(deep_gemm, "dispatch_call", refuse)
+    monkeypatch.setattr(_indexer, "dispatch_call", refuse)
     assert torch.equal(fp8_paged_mqa_logits(*given), first)
     with pytest.raises(AssertionError, match="the long way"):
         fp8_paged_mqa_logits(*given[:-1], 41)
@@ -122,6 +131,7 @@ RAGGED = {"q": Q[:, 0], "kv": (torch.zeros(9, 128).to(E4M3), torch.ones(9)), "we
     (PAGED, {"weights": torch.ones(3, 4)}, "weights: want [T=2, Hi=4] float32, got [3, 4] float32"),
     (PAGED, {"block_table": torch.zeros(3, 2, dtype=I32)}, "block_table: want [B=2"),
     (PAGED, {"max_context_len": 1.5}, "max_context_len: want"),
+    (RAGGED, {"max_seqlen_k": -1}, "max_seqlen_k: want 0 or more, got -1"),
     (RAGGED, {"kv": KV}, "kv: want (codes, scales), got Tensor"),
     (RAGGED, {"kv": (RAGGED["kv"][0], torch.ones(8))}, "kv[1]: want a scale for each of the 9 rows of kv[0], got [8]"),
     (RAGGED, {"kv": (torch.zeros(9, 128), torch.ones(9))}, "kv[0]: want"),
@@ -135,15 +145,11 @@ def test_wrong_arguments(given, wrong, message):
 
 
 def test_what_has_no_kernel_is_refused_by_name():
-    for given, wrong, message in (
-        (PAGED, {"indices": torch.zeros(2)}, "indices: want None"),
-        (RAGGED, {"max_seqlen_k": 5}, "max_seqlen_k: want 0"),
-    ):
-        with pytest.raises(UnsupportedError, match=message):
-            (fp8_paged_mqa_logits if given is PAGED else fp8_mqa_logits)(**{**given, **wrong})
+    with pytest.raises(UnsupportedError, match="indices: want None"):
+        fp8_paged_mqa_logits(**PAGED, indices=torch.zeros(2))
     for q, more, message in (
         ((Q[:, 0], torch.ones(2, 4)), {}, r"q\[1\]: want None"),
-        ((Q[:, 0], None), {"logits_dtype": torch.bfloat16}, "logits_dtype: want float32, got bfloat16"),
+        ((Q[:, 0], None), {"logits_dtype": torch.float16}, "logits_dtype: want float32 or bfloat16, got float16"),
     ):
         with pytest.raises(UnsupportedError, match=message):
             fp8_fp4_mqa_logits(**{**RAGGED, "q": q, **more})

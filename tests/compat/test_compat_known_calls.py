@@ -266,6 +266,8 @@ OTHERS = {
     "PagedKVCacheCollection",
     # An indexer's: test_compat_vllm_indexer.py
     "indexer_k_quant_and_cache", "cp_gather_indexer_k_quant_cache", "top_k_per_row_decode", "top_k_per_row_prefill",
+    # test_compat_flashinfer_topk.py
+    "TopKTieBreak", "top_k", "top_k_page_table_transform", "top_k_ragged_transform",
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tersekv.backends.cpu import library
-from tersekv.compat import _vllm_indexer
+from tersekv.compat import _indexer
 from tersekv.compat.vllm import (
     cp_gather_indexer_k_quant_cache,
     indexer_k_quant_and_cache,
@@ -107,8 +107,8 @@ def test_a_call_like_one_before_it_takes_the_short_way(monkeypatch):
         return out.clone(), cache.clone()
 
     first, seen = both(), []
-    dispatch = _vllm_indexer.dispatch_call
-    monkeypatch.setattr(_vllm_indexer, "dispatch_call", lambda op, *a: (seen.append(op), dispatch(op, *a)))
+    dispatch = _indexer.dispatch_call
+    monkeypatch.setattr(_indexer, "dispatch_call", lambda op, *a: (seen.append(op), dispatch(op, *a)))
     out.zero_(), cache.zero_()
     assert all(map(torch.equal, both(), first))
     assert "index_topk" not in seen

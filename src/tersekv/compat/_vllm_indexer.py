@@ -6,13 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..calls import IndexAppendCall, IndexTopkCall
+from ..calls import IndexAppendCall
 from ..dispatch.checks import joined
 from ..errors import UnsupportedError
 from ..formats import INDEX_BLOCK
 from ..index_layers import PagedIndexLayer
-from ..ops.registry import dispatch_call
-from ._adapt import as_host_int, first_rows, lookup_cached, tensor, with_caller_names
+from ._adapt import as_host_int, first_rows, tensor, with_caller_names
+from ._indexer import launched, take_largest
 
 _CACHE_NAMES = dict.fromkeys(("k_cache", "k_scale_cache", "pages"), "kv_cache")
 _TOPK_NAMES = {"scores": "logits", "out": "raw_topk_indices", "k": "topk_tokens"}
@@ -36,12 +36,19 @@ def indexer_k_quant_and_cache(
 
     Raises UnsupportedError for another kv_cache_dtype, and ValueError or TypeError for a bad argument.
     """
-    signature, found = lookup_cached(
+
+    def make() -> tuple[IndexAppendCall, dict[str, Tensor]]:
+        return _append_call(k, kv_cache, slot_mapping, quant_block_size, kv_cache_dtype), {}
+
+    launched(
         _CACHE_NAMES, "index_append", ("indexer_k_quant", quant_block_size, kv_cache_dtype),
-        (k, kv_cache, None, slot_mapping, None, None, None, None), {"k_scale_cache": "k_cache"},
+        (k, kv_cache, None, slot_mapping, None, None, None, None), make, {"k_scale_cache": "k_cache"},
     )  # fmt: skip
-    if found is not None:
-        return
+
+
+def _append_call(
+    k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, quant_block_size: int, kv_cache_dtype: str
+) -> IndexAppendCall:
     if as_host_int("quant_block_size", quant_block_size) != INDEX_BLOCK:
         raise ValueError(f"quant_block_size: want {INDEX_BLOCK}, got {quant_block_size}")
     if kv_cache_dtype != "ue8m0":
@@ -49,10 +56,9 @@ def indexer_k_quant_and_cache(
     tensor("k", k, "T, Di")
     rows = first_rows("k", k, tensor("slot_mapping", slot_mapping, "T").shape[0], "slot_mapping")
     layer = with_caller_names(_CACHE_NAMES, PagedIndexLayer.from_buffer, kv_cache)
-    call = IndexAppendCall(
+    return IndexAppendCall(
         rows, layer.k, layer.scale, slot_mapping, None, None, None, None, layer.format, 0.0, False, False, False, False
     )
-    with_caller_names(_CACHE_NAMES, dispatch_call, "index_append", call, None, signature)
 
 
 def cp_gather_indexer_k_quant_cache(
@@ -158,9 +164,4 @@ def _topk(
     )
     if starts is not None:
         starts = first_rows(names["starts"], tensor(names["starts"], starts), n, "num_rows")
-    signature, found = lookup_cached(
-        names, "index_topk", ("top_k_per_row", k), (logits, visible, None, out, None, starts)
-    )
-    if found is None:
-        call = IndexTopkCall(logits, visible, None, out, None, as_host_int("topk_tokens", k, 1), 0, 0, starts)
-        with_caller_names(names, dispatch_call, "index_topk", call, None, signature)
+    take_largest(names, ("top_k_per_row",), logits, visible, starts, out, as_host_int("topk_tokens", k, 1))

@@ -11,9 +11,9 @@ from ..calls import IndexScoresCall
 from ..dispatch.checks import joined
 from ..errors import UnsupportedError
 from ..index_layers import PagedIndexLayer
-from ..ops.registry import dispatch_call
 from ..scalars import as_bool
-from ._adapt import as_host_int, dtype_name, lookup_cached, tensor, with_caller_names
+from ._adapt import as_host_int, dtype_name, tensor, with_caller_names
+from ._indexer import launched
 
 __all__ = [
     "fp8_fp4_mqa_logits",
@@ -31,6 +31,7 @@ _NAMES = {
 _RAGGED_NAMES = {"k_cache": "kv[0]", "k_scale_cache": "kv[1]", "starts": "cu_seq_len_k_start"} | dict.fromkeys(
     ("ends", "seq_lens"), "cu_seq_len_k_end"
 )
+_Made = tuple[IndexScoresCall, dict[str, Tensor]]
 _PAGE = 128  # keys that are gathered, looked at as pages
 
 
@@ -88,23 +89,20 @@ def fp8_paged_mqa_logits(
     each = isinstance(context_lens, Tensor) and context_lens.dim() == 2
     # With `ends` lengths of requests are not read, and only as many as there are.
     seq_lens, ends = (context_lens.flatten()[: len(context_lens)], context_lens) if each else (context_lens, None)
-    signature, found = lookup_cached(
-        _NAMES, "index_scores", ("deep_gemm_paged", max_context_len),
-        (q, weights, kv_cache, None, block_table, seq_lens, None, None, None, ends), {"k_scale_cache": "k_cache"},
-    )  # fmt: skip
-    if found is not None:
-        return found[0]
-    b, n = tensor("q", q, "B, next_n, Hi, Di").shape[:2]
-    layer = with_caller_names(_NAMES, PagedIndexLayer.from_buffer, kv_cache)
-    if each:
-        if context_lens.shape != (b, n):
+
+    def make() -> _Made:
+        b, n = tensor("q", q, "B, next_n, Hi, Di").shape[:2]
+        layer = with_caller_names(_NAMES, PagedIndexLayer.from_buffer, kv_cache)
+        if each and context_lens.shape != (b, n):
             raise ValueError(f"context_lens: want [B, next_n] = {[b, n]}, got {list(context_lens.shape)}")
-        ends = joined("context_lens", context_lens)
-    columns = as_host_int("max_context_len", max_context_len, 0)
-    out = torch.empty(b * n, columns, dtype=torch.float32, device=q.device)
-    call = _call(joined("q", q), weights, layer.k, layer.scale, out, n, block_table, seq_lens, None, ends)
-    with_caller_names(_NAMES, dispatch_call, "index_scores", call, None, signature._replace(outputs={"out": out}))
-    return out
+        columns = as_host_int("max_context_len", max_context_len, 0)
+        last = joined("context_lens", context_lens) if each else None
+        return _call(joined("q", q), weights, layer.k, layer.scale, columns, n, block_table, seq_lens, None, last)
+
+    return launched(
+        _NAMES, "index_scores", ("deep_gemm_paged", max_context_len),
+        (q, weights, kv_cache, None, block_table, seq_lens, None, None, None, ends), make, {"k_scale_cache": "k_cache"},
+    )[0]  # fmt: skip
 
 
 def fp8_mqa_logits(
@@ -129,13 +127,24 @@ def fp8_mqa_logits(
         weights:          [T, Hi] fp32, q's scales in them
         cu_seq_len_k_start, cu_seq_len_k_end:  [T] the keys that each row sees, [start, end)
         clean_logits:     columns that a row does not see are −inf with it and without
+        max_seqlen_k:     0; or the columns of the result, which count from each row's start
 
-    Returns [T, N] fp32. Keys are read as they are: nothing is dequantised beforehand. Raises UnsupportedError for
-    max_seqlen_k (columns counted from each row's start), and ValueError or TypeError for a bad argument.
+    Returns [T, N] or [T, max_seqlen_k] fp32; [T, N] is made and copied from first. Keys are read as they are: nothing
+    is dequantised beforehand. Raises ValueError or TypeError for a bad argument.
     """
-    if as_host_int("max_seqlen_k", max_seqlen_k, 0):
-        raise UnsupportedError(f"max_seqlen_k: want 0: a column for each of the keys, got {max_seqlen_k}")
     as_bool("clean_logits", clean_logits)
+    columns = as_host_int("max_seqlen_k", max_seqlen_k, 0)
+    logits = _ragged(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end)
+    if columns == 0:
+        return logits
+    if logits.shape[1] == 0:
+        return logits.new_full((logits.shape[0], columns), -torch.inf)
+    column = cu_seq_len_k_start.long()[:, None] + torch.arange(columns, device=logits.device)
+    seen = column < cu_seq_len_k_end.long().clamp(max=logits.shape[1])[:, None]
+    return logits.gather(1, column.clamp(0, logits.shape[1] - 1)).where(seen, -torch.inf)
+
+
+def _ragged(q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     if not isinstance(kv, (tuple, list)) or len(kv) != 2:
         raise TypeError(f"kv: want (codes, scales), got {type(kv).__name__}")
     codes, scales = tensor("kv[0]", kv[0], "N, Di"), tensor("kv[1]", kv[1], "N")
@@ -143,24 +152,18 @@ def fp8_mqa_logits(
     page = _PAGE if keys % _PAGE == 0 else 1
     # The pages are the keys in order: one request, all rows of which share its table.
     table = torch.arange(keys // page, dtype=torch.int32, device=codes.device)[None]
-    signature, found = lookup_cached(
+
+    def make() -> _Made:
+        tensor("q", q, "T, Hi, Di")
+        if scales.shape != (keys,):
+            raise ValueError(f"kv[1]: want a scale for each of the {keys} rows of kv[0], got {list(scales.shape)}")
+        k, scale = codes.unflatten(0, (-1, page)), scales.unflatten(0, (-1, page))
+        return _call(q, weights, k, scale, keys, q.shape[0], table, ends[:1], starts, ends)
+
+    return launched(
         _RAGGED_NAMES, "index_scores", ("deep_gemm_ragged",),
-        (q, weights, codes, scales, table, cu_seq_len_k_end[:1], None, None, cu_seq_len_k_start, cu_seq_len_k_end),
-    )  # fmt: skip
-    if found is not None:
-        return found[0]
-    tensor("q", q, "T, Hi, Di")
-    if scales.shape != (keys,):
-        raise ValueError(f"kv[1]: want a scale for each of the {keys} rows of kv[0], got {list(scales.shape)}")
-    out = torch.empty(q.shape[0], keys, dtype=torch.float32, device=q.device)
-    call = _call(
-        q, weights, codes.unflatten(0, (-1, page)), scales.unflatten(0, (-1, page)), out, q.shape[0], table,
-        cu_seq_len_k_end[:1], cu_seq_len_k_start, cu_seq_len_k_end,
-    )  # fmt: skip
-    with_caller_names(
-        _RAGGED_NAMES, dispatch_call, "index_scores", call, None, signature._replace(outputs={"out": out})
-    )
-    return out
+        (q, weights, codes, scales, table, ends[:1], None, None, starts, ends), make,
+    )[0]  # fmt: skip
 
 
 def fp8_fp4_mqa_logits(
@@ -180,11 +183,13 @@ def fp8_fp4_mqa_logits(
         >>> fp8_fp4_mqa_logits(q, kv, torch.ones(1, 64), torch.tensor([0]), torch.tensor([100])).shape
         torch.Size([1, 100])
 
-    Raises UnsupportedError for scales of q (MXFP4) and for another logits_dtype than float32.
+    logits_dtype:  float32, or bfloat16, to which fp32 is rounded
+
+    Raises UnsupportedError for scales of q (MXFP4) and for another logits_dtype.
     """
-    return fp8_mqa_logits(
-        _fp8_query(q, logits_dtype), kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k
-    )
+    codes = _fp8_query(q, logits_dtype)
+    logits = fp8_mqa_logits(codes, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k)
+    return logits.to(logits_dtype)
 
 
 def fp8_fp4_paged_mqa_logits(
@@ -206,12 +211,15 @@ def fp8_fp4_paged_mqa_logits(
         >>> fp8_fp4_paged_mqa_logits(q, kv_cache, torch.ones(1, 64), lens, torch.tensor([[3]]), None, 64).shape
         torch.Size([1, 64])
 
-    Raises UnsupportedError for scales of q (MXFP4) and for another logits_dtype than float32.
+    logits_dtype:  float32, or bfloat16, to which fp32 is rounded
+
+    Raises UnsupportedError for scales of q (MXFP4) and for another logits_dtype.
     """
-    return fp8_paged_mqa_logits(
-        _fp8_query(q, logits_dtype), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len,
-        clean_logits, indices,
-    )  # fmt: skip
+    codes = _fp8_query(q, logits_dtype)
+    logits = fp8_paged_mqa_logits(
+        codes, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits, indices
+    )
+    return logits.to(logits_dtype)
 
 
 def _fp8_query(q: Any, logits_dtype: torch.dtype) -> Tensor:
@@ -219,15 +227,17 @@ def _fp8_query(q: Any, logits_dtype: torch.dtype) -> Tensor:
         raise TypeError(f"q: want (codes, None), got {type(q).__name__}")
     if q[1] is not None:
         raise UnsupportedError("q[1]: want None: e4m3 queries, whose scales are in the weights, got a tensor")
-    if logits_dtype != torch.float32:
-        raise UnsupportedError(f"logits_dtype: want float32, got {dtype_name(logits_dtype)}")
+    if logits_dtype not in (torch.float32, torch.bfloat16):
+        raise UnsupportedError(f"logits_dtype: want float32 or bfloat16, got {dtype_name(logits_dtype)}")
     return q[0]
 
 
 def _call(
-    q: Tensor, weights: Tensor, k: Tensor, scale: Tensor | None, out: Tensor, rows: int, page_table: Tensor,
+    q: Tensor, weights: Tensor, k: Tensor, scale: Tensor | None, columns: int, rows: int, page_table: Tensor,
     seq_lens: Tensor, starts: Tensor | None, ends: Tensor | None,
-) -> IndexScoresCall:  # fmt: skip
-    return IndexScoresCall(
+) -> _Made:  # fmt: skip
+    out = torch.empty(q.shape[0], columns, dtype=torch.float32, device=q.device)
+    call = IndexScoresCall(
         q, weights, k, scale, page_table, seq_lens, None, out, "index_fp8", rows, 1, True, 1.0, False, 1, starts, ends
     )
+    return call, {"out": out}

@@ -37,12 +37,14 @@ from ._flashinfer_decode import (
 )
 from ._flashinfer_merge import merge_state, merge_states
 from ._flashinfer_single import single_decode_with_kv_cache, single_prefill_with_kv_cache
+from ._flashinfer_topk import TopKTieBreak, top_k, top_k_page_table_transform, top_k_ragged_transform
 from ._flashinfer_views import beam_lens, beam_rows, draft_rows, halves, head_rows, latent_layer, latent_rows, layer
 from ._flashinfer_wrappers import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
+    "TopKTieBreak",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
     "get_batch_indices_positions",
@@ -52,6 +54,9 @@ __all__ = [
     "rope_quantize_fp8_append_paged_kv_cache",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
+    "top_k",
+    "top_k_page_table_transform",
+    "top_k_ragged_transform",
     "trtllm_batch_decode_with_kv_cache",
     "xqa",
     "xqa_batch_decode_with_kv_cache",

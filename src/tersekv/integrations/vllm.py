@@ -1,6 +1,7 @@
 """tersekv as an attention backend of vLLM: `vllm serve MODEL --attention-backend TERSEKV --kv-cache-dtype fp8`.
 
-For models with latent attention, such as DeepSeek's, the name is TERSEKV_MLA.
+For models with latent attention, such as DeepSeek's, the name is TERSEKV_MLA; where an indexer chooses its keys, as in
+DeepSeek V3.2, TERSEKV_MLA_SPARSE.
 
 Installing tersekv is enough: vLLM calls `register` in each of its processes, through the entry point `tersekv` of its
 plugin group `vllm.general_plugins`. Releases before 0.32 know no names of plugins: there it is CUSTOM.
@@ -16,18 +17,20 @@ NAME = "TERSEKV"
 BACKEND = "tersekv.integrations.vllm_attention.TersekvBackend"
 MLA_NAME = "TERSEKV_MLA"
 MLA_BACKEND = "tersekv.integrations.vllm_mla.TersekvMLABackend"
+MLA_SPARSE_NAME = "TERSEKV_MLA_SPARSE"
+MLA_SPARSE_BACKEND = "tersekv.integrations.vllm_mla_sparse.TersekvMLASparseBackend"
 MLA_PREFILL = "tersekv.integrations.vllm_mla_prefill.TersekvMLAPrefill"
 _FIRST_MODE = 1 << 16  # of our members of vLLM's KVQuantMode
 
 
 def register() -> None:
-    """Make tersekv the backends TERSEKV, CUSTOM and TERSEKV_MLA, and its cache dtypes known. Calling it again changes
-    nothing."""
+    """Make tersekv the backends TERSEKV, CUSTOM, TERSEKV_MLA and TERSEKV_MLA_SPARSE, and its cache dtypes known.
+    Calling it again changes nothing."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     if hasattr(AttentionBackendEnum, "register"):
-        for name, backend in ((NAME, BACKEND), (MLA_NAME, MLA_BACKEND)):
+        for name, backend in ((NAME, BACKEND), (MLA_NAME, MLA_BACKEND), (MLA_SPARSE_NAME, MLA_SPARSE_BACKEND)):
             if name not in AttentionBackendEnum.__members__:
                 register_backend(name, backend)
                 # A spawned process unpickles vLLM's configuration before it loads plugins: the name must bring itself.

@@ -91,7 +91,44 @@ class TersekvMLAMetadataBuilder(MLACommonMetadataBuilder[TersekvMLAMetadata]):
         return m
 
 
-class TersekvMLAImpl(MLACommonImpl[TersekvMLAMetadata]):
+class LatentPages:
+    """An attention's pages, written and seen as a PagedLatentLayer: one for dense and for sparse attention."""
+
+    kv_cache_dtype: str
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    _pages: tuple[Any, PagedLatentLayer] | None = None
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Write the rows that have a slot: kv_c_normed [T or more, L], k_pe [T or more, 1, R] rotated,
+        R 0 where the model has no rotary part."""
+        n = slot_mapping.shape[0]
+        if kv_cache.numel():  # vLLM profiles its memory without pages
+            pages = self._layer(kv_cache, k_scale)
+            rotary = k_pe[:n].view(-1, k_pe.shape[-1])[:n] if pages.qk_rope_head_dim else None
+            mla_append(kv_c_normed[:n], rotary, pages, slot_mapping)
+
+    def _layer(self, kv_cache: Tensor, k_scale: Tensor) -> PagedLatentLayer:
+        """The pages [P, S, row] as tersekv sees them, made again when vLLM has other pages or scales."""
+        key = (
+            kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), kv_cache.dtype, k_scale.data_ptr(), k_scale.shape,
+        )  # fmt: skip
+        if self._pages is None or self._pages[0] != key:
+            rotary = self.qk_rope_head_dim
+            self._pages = key, latents_of(kv_cache, self.kv_cache_dtype, self.kv_lora_rank, k_scale, rotary)
+        return self._pages[1]
+
+
+class TersekvMLAImpl(LatentPages, MLACommonImpl[TersekvMLAMetadata]):
     can_return_lse_for_decode = True
     supports_dcp, supports_pcp = True, False
 
@@ -131,29 +168,10 @@ class TersekvMLAImpl(MLACommonImpl[TersekvMLAMetadata]):
         )  # fmt: skip
         # Kernels for every cache take a query of 16 bits, which keeps its digits.
         self.supports_quant_query_input = False
-        self._pages: tuple[Any, PagedLatentLayer] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         if self._config is not None:
             require_scales(*layer_with(self, self._config), self.kv_cache_dtype, self._config, sides="k")
-
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_cache_dtype: str,
-        k_scale: Tensor,
-        skip_scale: bool = False,
-    ) -> None:
-        """Write the rows that have a slot: kv_c_normed [T or more, L], k_pe [T or more, 1, R] rotated,
-        R 0 where the model has no rotary part."""
-        n = slot_mapping.shape[0]
-        if kv_cache.numel():  # vLLM profiles its memory without pages
-            pages = self._layer(kv_cache, k_scale)
-            rotary = k_pe[:n].view(-1, k_pe.shape[-1])[:n] if pages.qk_rope_head_dim else None
-            mla_append(kv_c_normed[:n], rotary, pages, slot_mapping)
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
@@ -227,13 +245,3 @@ class TersekvMLAImpl(MLACommonImpl[TersekvMLAMetadata]):
             softmax_scale=self.scale, cu_seqlens_q=m.query_start_loc, max_q_len=m.max_query_len,
         )  # fmt: skip
         out.copy_(torch.einsum("thl,lhv->thv", latent, w_v))
-
-    def _layer(self, kv_cache: Tensor, k_scale: Tensor) -> PagedLatentLayer:
-        """The pages [P, S, row] as tersekv sees them, made again when vLLM has other pages or scales."""
-        key = (
-            kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), kv_cache.dtype, k_scale.data_ptr(), k_scale.shape,
-        )  # fmt: skip
-        if self._pages is None or self._pages[0] != key:
-            rotary = self.qk_rope_head_dim
-            self._pages = key, latents_of(kv_cache, self.kv_cache_dtype, self.kv_lora_rank, k_scale, rotary)
-        return self._pages[1]
