@@ -40,8 +40,8 @@ def llama(folder: Path, model_type: str = "llama", architecture: str = "LlamaFor
     return folder
 
 
-def deepseek(folder: Path) -> Path:
-    """Write the byte-level DeepSeek: latent attention, plain feed-forward layers."""
+def deepseek(folder: Path, **config) -> Path:
+    """Write the byte-level DeepSeek: latent attention, plain feed-forward layers; `config` as in `llama`."""
     model = models.load("deepseek", dtype=torch.bfloat16)
     c = model.config
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def deepseek(folder: Path) -> Path:
         "qk_rope_head_dim": c.qk_rope_head_dim, "max_position_embeddings": c.max_pos, "rms_norm_eps": c.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta}, "hidden_act": "silu",
         "first_k_dense_replace": c.num_layers, "moe_layer_freq": 1,
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": None, "eos_token_id": None,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": None, "eos_token_id": None, **config,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(entries))
     return folder
