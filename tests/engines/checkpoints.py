@@ -21,6 +21,12 @@ _PARTS = {
     "kv_b_proj": "self_attn.kv_b_proj.weight",
 }  # fmt: skip
 
+# SGLang's CPU engine turns latent models by yarn alone; a factor of 1 changes nothing.
+YARN = {
+    "rope_type": "deepseek_yarn", "factor": 1.0, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
 
 def llama(folder: Path, model_type: str = "llama", architecture: str = "LlamaForCausalLM", **config) -> Path:
     """Write the byte-level Llama; `config`: further entries of its config.json."""

@@ -227,7 +227,7 @@ def test_no_request_is_no_work(monkeypatch):
 
 @pytest.mark.parametrize(("option", "value"), [
     ("speculative_algorithm", "EAGLE"), ("dllm_algorithm", "LowConfidence"), ("disaggregation_mode", "prefill"),
-    ("enable_hierarchical_cache", True), ("enable_lmcache", True), ("enable_unified_memory", True), ("dcp_size", 2),
+    ("hicache_storage_backend", "mooncake"), ("enable_lmcache", True), ("enable_unified_memory", True), ("dcp_size", 2),
     ("enable_page_major_kv_layout", True), ("enable_two_batch_overlap", True),
 ])  # fmt: skip
 def test_options_are_refused_by_name(option, value, monkeypatch):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import deepseek, text
+from checkpoints import YARN, deepseek, text
 from reference import given_back, hold, score_latents
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -27,12 +27,7 @@ HEADS, RANK, ROTARY, PAGE, SIZE = 4, 512, 64, 16, 640
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """SGLang's CPU engine turns latent models by yarn alone; a factor of 1 changes nothing."""
-    yarn = {
-        "rope_type": "deepseek_yarn", "factor": 1.0, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-    }  # fmt: skip
-    return deepseek(tmp_path_factory.mktemp("deepseek"), rope_parameters=yarn)
+    return deepseek(tmp_path_factory.mktemp("deepseek"), rope_parameters=YARN)
 
 
 @pytest.mark.parametrize("format", PAGES)

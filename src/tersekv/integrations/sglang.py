@@ -31,6 +31,7 @@ def register() -> None:
         ("sglang.srt.platforms.interface.SRTPlatform.get_kv_pool_cls", _pool_class),
         (sizes + "DefaultPoolConfigurator._compute_cell_size", _bytes_per_token),
         (sizes + "HybridSWAPoolConfigurator.__init__", _bytes_of_both_pools),
+        ("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.get_mha_host_pool_cls", _host_pool_class),
     ):
         HookRegistry.register(place, hook, HookType.AROUND)
 
@@ -66,6 +67,13 @@ def _pool_class(original: Callable, platform: Any, *, kind: str) -> type | None:
     from .sglang_pool import TersekvPool
 
     return TersekvPool
+
+
+def _host_pool_class(original: Callable, buffer_info: Any) -> type:
+    """Of a hierarchical cache."""
+    from .sglang_host import host_pool_class
+
+    return host_pool_class(original, buffer_info)
 
 
 def _bytes_per_token(original: Callable, configurator: Any, kvc: Any, num_layers: int) -> int:

@@ -23,7 +23,7 @@ REFUSED: dict[str, Any] = {
     "disaggregation_mode": "null",
     "enable_pdmux": False,
     "enable_two_batch_overlap": False,
-    "enable_hierarchical_cache": False,
+    "hicache_storage_backend": None,
     "enable_hisparse": False,
     "enable_lmcache": False,
     "enable_flexkv": False,
@@ -169,6 +169,9 @@ def _refuse(runner: Any, given: Any) -> None:
         got = getattr(given, name, off)
         if got != off:
             raise NotImplementedError(f"{name}: want {off!r} for attention_backend=tersekv, got {got!r}")
+    if getattr(given, "enable_hierarchical_cache", False) and given.hicache_io_backend != "direct":
+        got = given.hicache_io_backend
+        raise NotImplementedError(f"hicache_io_backend: want 'direct' for tersekv's host pool, got {got!r}")
     graphs = getattr(given.cuda_graph_config, "prefill", None)
     if graphs is not None and graphs.backend == "full":
         raise NotImplementedError("cuda_graph_backend_prefill: want 'breakable' or 'disabled' for tersekv, got 'full'")

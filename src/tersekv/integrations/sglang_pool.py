@@ -23,6 +23,7 @@ from ..layers import PagedKVLayer, make_attributes
 from ..ops.append import append
 from ..recipe import recipe
 from .saved_layers import read, saved_layers
+from .sglang_host import RowsInfo
 
 OF_DTYPE = {
     torch.bfloat16: "bf16",
@@ -167,6 +168,17 @@ class TersekvPool(MHATokenToKVPool):
         self._layers: dict[int, tuple[Any, Any, PagedKVLayer]] = {}
         self._kv_buffer_descs = self._build_kv_buffer_descs()
         self._init_data_ptrs_and_strides()
+
+    def _mha_buffer_info(self) -> RowsInfo:
+        """For a hierarchical cache: the bytes of each layer's rows."""
+        plain = super()._mha_buffer_info()
+        buffers = [self.k_buffer, self.v_buffer]
+        if self.k_scale_buffer is not None:
+            buffers += [self.k_scale_buffer, self.v_scale_buffer]
+        rows = tuple(
+            tuple(x.view(torch.uint8).flatten(1) for x in layer if x.numel()) for layer in zip(*buffers, strict=True)
+        )
+        return RowsInfo(**{name: getattr(plain, name) for name in plain.__struct_fields__}, rows=rows)
 
     def _rows(self, nbytes: int, dtype: torch.dtype) -> Tensor:
         # Slot 0 and the rest of its page take the rows of padding.
