@@ -21,6 +21,12 @@ _PARTS = {
     "kv_b_proj": "self_attn.kv_b_proj.weight",
 }  # fmt: skip
 
+# SGLang's CPU engine turns latent models by yarn alone; a factor of 1 changes nothing.
+YARN = {
+    "rope_type": "deepseek_yarn", "factor": 1.0, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
 
 def llama(folder: Path, model_type: str = "llama", architecture: str = "LlamaForCausalLM", **config) -> Path:
     """Write the byte-level Llama; `config`: further entries of its config.json."""
@@ -41,7 +47,7 @@ def llama(folder: Path, model_type: str = "llama", architecture: str = "LlamaFor
 
 
 def deepseek(folder: Path, **config) -> Path:
-    """Write the byte-level DeepSeek: latent attention, plain feed-forward layers; `config` as for `llama`."""
+    """Write the byte-level DeepSeek: latent attention, plain feed-forward layers; `config` as in `llama`."""
     model = models.load("deepseek", dtype=torch.bfloat16)
     c = model.config
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,8 +61,7 @@ def deepseek(folder: Path, **config) -> Path:
         "qk_rope_head_dim": c.qk_rope_head_dim, "max_position_embeddings": c.max_pos, "rms_norm_eps": c.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta}, "hidden_act": "silu",
         "first_k_dense_replace": c.num_layers, "moe_layer_freq": 1,
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": None, "eos_token_id": None,
-        **config,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": None, "eos_token_id": None, **config,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(entries))
     return folder

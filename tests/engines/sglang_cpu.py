@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 os.environ.update(SGLANG_USE_CPU_ENGINE="1", TOKENIZERS_PARALLELISM="false", TORCHDYNAMO_DISABLE="1")
@@ -59,6 +59,7 @@ multiprocessing.set_start_method = lambda method, force=False: _start("fork", fo
 import sglang  # noqa: E402
 import sglang.srt.managers.scheduler  # noqa: E402 (what forked processes need, imported once)
 import sglang.srt.models.registry  # noqa: E402
+from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 
 from tersekv.integrations.sglang import NAME  # noqa: E402
 
@@ -112,3 +113,29 @@ def generate(
                 row[token] = logprob
         results.append((list(out["output_ids"]), rows))
     return results, [out["meta_info"] for out in outs]
+
+
+def runner_of(pool: Any, requests: int = 4, tokens: int = 160, **given: Any) -> SimpleNamespace:
+    """A model runner as the backend knows it. Requests have pages of their own, in no order."""
+    args = {
+        "kv_cache_dtype": "auto", "cuda_graph_config": None, "chunked_prefill_size": 256, "enable_mixed_chunk": True,
+        **given,
+    }  # fmt: skip
+    page = getattr(pool, "page_size", 16)
+    pages = torch.randperm(requests * tokens // page, generator=torch.Generator().manual_seed(3)) + 1
+    slots = pages[:, None] * page + torch.arange(page)
+    return SimpleNamespace(
+        use_mla_backend=False, server_args=SimpleNamespace(**args), token_to_kv_pool=pool,
+        req_to_token_pool=SimpleNamespace(req_to_token=slots.view(requests, tokens).to(torch.int32)),
+        model_config=SimpleNamespace(attention_chunk_size=None),
+    )  # fmt: skip
+
+
+def batch_of(runner: Any, mode: ForwardMode, lens: list[int], new: list[int]) -> SimpleNamespace:
+    slots = runner.req_to_token_pool.req_to_token
+    where = [slots[i, n - m : n] for i, (n, m) in enumerate(zip(lens, new, strict=True))]
+    return SimpleNamespace(
+        forward_mode=mode, seq_lens=torch.tensor(lens),
+        extend_seq_lens=torch.tensor(new), extend_seq_lens_cpu=new, req_pool_indices=torch.arange(len(lens)),
+        out_cache_loc=torch.cat(where).long(), out_cache_loc_is_physical=True, encoder_lens=None, mha_return_lse=False,
+    )  # fmt: skip

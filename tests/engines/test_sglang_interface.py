@@ -8,7 +8,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import sglang_cpu  # noqa: F401 (before anything of SGLang)
 import torch
 from dense_reference import dequantise
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -20,11 +19,12 @@ from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator,
 from sglang.srt.platforms.interface import SRTPlatform
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, record_fields
+from sglang_cpu import batch_of, runner_of
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import tersekv
 from tersekv.integrations import sglang as plugin
-from tersekv.integrations import sglang_attention, sglang_pool
+from tersekv.integrations import sglang_batch, sglang_pool
 from tersekv.integrations.sglang_attention import TersekvBackend
 from tersekv.integrations.sglang_pool import TersekvPool, chosen
 
@@ -41,31 +41,6 @@ def pool_of(format: str, monkeypatch, page: int = PAGE, **options) -> TersekvPoo
     return TersekvPool(
         size=SIZE, page_size=page, dtype=torch.bfloat16, device="cpu", enable_memory_saver=False, **sizes | options
     )
-
-
-def runner_of(pool, requests: int = 4, tokens: int = 160, **given) -> SimpleNamespace:
-    """A model runner as the backend knows it. Requests have pages of their own, in no order."""
-    args = {
-        "kv_cache_dtype": "auto", "cuda_graph_config": None, "chunked_prefill_size": 256, "enable_mixed_chunk": True,
-        **given,
-    }  # fmt: skip
-    pages = torch.randperm(SIZE // PAGE, generator=torch.Generator().manual_seed(3)) + 1
-    slots = pages[:, None] * PAGE + torch.arange(PAGE)
-    return SimpleNamespace(
-        use_mla_backend=False, server_args=SimpleNamespace(**args), token_to_kv_pool=pool,
-        req_to_token_pool=SimpleNamespace(req_to_token=slots.view(requests, tokens).to(torch.int32)),
-        model_config=SimpleNamespace(attention_chunk_size=None),
-    )  # fmt: skip
-
-
-def batch_of(runner, mode: ForwardMode, lens: list[int], new: list[int]) -> SimpleNamespace:
-    slots = runner.req_to_token_pool.req_to_token
-    where = [slots[i, n - m : n] for i, (n, m) in enumerate(zip(lens, new, strict=True))]
-    return SimpleNamespace(
-        forward_mode=mode, seq_lens=torch.tensor(lens),
-        extend_seq_lens=torch.tensor(new), extend_seq_lens_cpu=new, req_pool_indices=torch.arange(len(lens)),
-        out_cache_loc=torch.cat(where).long(), out_cache_loc_is_physical=True, encoder_lens=None, mha_return_lse=False,
-    )  # fmt: skip
 
 
 def rows_of(n: int, heads: int, dim: int, seed: int) -> torch.Tensor:
@@ -252,7 +227,7 @@ def test_no_request_is_no_work(monkeypatch):
 
 @pytest.mark.parametrize(("option", "value"), [
     ("speculative_algorithm", "EAGLE"), ("dllm_algorithm", "LowConfidence"), ("disaggregation_mode", "prefill"),
-    ("enable_hierarchical_cache", True), ("enable_lmcache", True), ("enable_unified_memory", True), ("dcp_size", 2),
+    ("hicache_storage_backend", "mooncake"), ("enable_lmcache", True), ("enable_unified_memory", True), ("dcp_size", 2),
     ("enable_page_major_kv_layout", True), ("enable_two_batch_overlap", True),
 ])  # fmt: skip
 def test_options_are_refused_by_name(option, value, monkeypatch):
@@ -262,15 +237,11 @@ def test_options_are_refused_by_name(option, value, monkeypatch):
 
 def test_every_option_that_is_refused_is_one_of_sglangs():
     fields = {f.name for f in record_fields(ServerArgs)}
-    assert {*sglang_attention._REFUSED, "kv_cache_dtype", "cuda_graph_config"} <= fields
+    assert {*sglang_batch.REFUSED, "kv_cache_dtype", "cuda_graph_config"} <= fields
 
 
 def test_pools_and_graphs_that_are_refused(monkeypatch):
     ours = pool_of("nvfp4", monkeypatch)
-    runner = runner_of(ours)
-    runner.use_mla_backend = True
-    with pytest.raises(NotImplementedError, match=r"latent attention \(MLA\)"):
-        TersekvBackend(runner)
     with pytest.raises(NotImplementedError, match="token_to_kv_pool: want tersekv's, got SimpleNamespace"):
         TersekvBackend(runner_of(SimpleNamespace()))
     full = SimpleNamespace(prefill=SimpleNamespace(backend="full"))

@@ -31,11 +31,16 @@ def register() -> None:
         ("sglang.srt.platforms.interface.SRTPlatform.get_kv_pool_cls", _pool_class),
         (sizes + "DefaultPoolConfigurator._compute_cell_size", _bytes_per_token),
         (sizes + "HybridSWAPoolConfigurator.__init__", _bytes_of_both_pools),
+        ("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.get_mha_host_pool_cls", _host_pool_class),
     ):
         HookRegistry.register(place, hook, HookType.AROUND)
 
 
 def _backend(runner: Any) -> Any:
+    if runner.use_mla_backend:
+        from .sglang_mla import TersekvMLABackend
+
+        return TersekvMLABackend(runner)
     from .sglang_attention import TersekvBackend
 
     return TersekvBackend(runner)
@@ -53,18 +58,34 @@ def _chosen() -> bool:
 
 def _pool_class(original: Callable, platform: Any, *, kind: str) -> type | None:
     """SGLang's own seam for pools, which a plugin reaches on every platform."""
-    if kind != "mha" or not _chosen():
+    if kind not in ("mha", "mla") or not _chosen():
         return original(platform, kind=kind)
+    if kind == "mla":
+        from .sglang_mla_pool import TersekvMLAPool
+
+        return TersekvMLAPool
     from .sglang_pool import TersekvPool
 
     return TersekvPool
 
 
+def _host_pool_class(original: Callable, buffer_info: Any) -> type:
+    """Of a hierarchical cache."""
+    from .sglang_host import host_pool_class
+
+    return host_pool_class(original, buffer_info)
+
+
 def _bytes_per_token(original: Callable, configurator: Any, kvc: Any, num_layers: int) -> int:
     """What a token takes in all layers, from which SGLang sizes its pool."""
     own = original(configurator, kvc, num_layers)
-    if kvc.use_mla_backend or not _chosen():
+    if not _chosen():
         return own
+    if kvc.use_mla_backend:
+        from .sglang_mla_pool import latents, row_bytes
+
+        model = kvc.model_config
+        return num_layers * row_bytes(latents(kvc.kv_cache_dtype), model.kv_lora_rank, model.qk_rope_head_dim)
     from .sglang_pool import bytes_of_heads
 
     return bytes_of_heads(kvc, num_layers)[0]

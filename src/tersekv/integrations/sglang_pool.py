@@ -23,8 +23,9 @@ from ..layers import PagedKVLayer, make_attributes
 from ..ops.append import append
 from ..recipe import recipe
 from .saved_layers import read, saved_layers
+from .sglang_host import RowsInfo
 
-_OF_DTYPE = {
+OF_DTYPE = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float8_e4m3fn: "fp8_e4m3",
@@ -32,7 +33,7 @@ _OF_DTYPE = {
 }
 
 
-_FORMAT = "TERSEKV_SGLANG_FORMAT"
+FORMAT = "TERSEKV_SGLANG_FORMAT"
 
 
 class Kind(NamedTuple):
@@ -63,9 +64,9 @@ def chosen(dtype: torch.dtype, layers: int, first: int = 0) -> Chosen:
 
     layers, first:  how many there are in the pool, and the model's index of its first
     """
-    word = env.sglang_format() or _OF_DTYPE.get(dtype)
+    word = env.sglang_format() or OF_DTYPE.get(dtype)
     if word is None:
-        raise ValueError(f"{_FORMAT}: want a format, a recipe or a file, got None for a pool of {dtype}")
+        raise ValueError(f"{FORMAT}: want a format, a recipe or a file, got None for a pool of {dtype}")
     try:
         made = recipe(word)
         if not {*made.formats, *(made.ends or ())} <= {*KV_FORMATS}:
@@ -74,13 +75,13 @@ def chosen(dtype: torch.dtype, layers: int, first: int = 0) -> Chosen:
         if os.path.exists(word):
             return _of_file(word, layers, first)
         want = f"a recipe ({e}) or a file that `tersekv eval --save FILE` wrote"
-        raise ValueError(f"{_FORMAT}: want {want}, got {word!r}") from None
+        raise ValueError(f"{FORMAT}: want {want}, got {word!r}") from None
     if made.calibrated:
         want = "a file that `tersekv eval --save FILE` wrote, which has the numbers of +channels and +fitted"
-        raise ValueError(f"{_FORMAT}: want {want}, got {word!r}")
+        raise ValueError(f"{FORMAT}: want {want}, got {word!r}")
     if made.ends is not None and (layers < 2 or get_parallel().pp_size > 1):
         raise ValueError(
-            f"{_FORMAT}: want no +ends for parts of a model's layers, got {word!r}; a file has them by layer"
+            f"{FORMAT}: want no +ends for parts of a model's layers, got {word!r}; a file has them by layer"
         )
     alike = made.ends in (None, made.formats)
     return Chosen([Kind(kv_format(k), kv_format(v)) for k, v in made.layers(layers)], alike, made.rotated)
@@ -91,13 +92,13 @@ def _of_file(path: str, layers: int, first: int) -> Chosen:
     alike = len({*every}) == 1
     own = (every if alike else every[first:])[:layers]
     if len(own) < layers:
-        raise ValueError(f"{_FORMAT}: want layers {first} to {first + layers - 1}, got {len(every)} in {path!r}")
+        raise ValueError(f"{FORMAT}: want layers {first} to {first + layers - 1}, got {len(every)} in {path!r}")
     return Chosen([Kind(kv_format(k), kv_format(v)) for k, v in own], alike, saved=path)
 
 
 def _two_pools() -> str:
     more = "with --disable-hybrid-swa-memory there is one"
-    return f"{_FORMAT}: want the same formats in all layers of two pools, got {env.sglang_format()!r}; {more}"
+    return f"{FORMAT}: want the same formats in all layers of two pools, got {env.sglang_format()!r}; {more}"
 
 
 def bytes_of_heads(kvc: Any, layers: int) -> tuple[int, int]:
@@ -109,7 +110,7 @@ def bytes_of_heads(kvc: Any, layers: int) -> tuple[int, int]:
     every = chosen(kvc.kv_cache_dtype, info.end_layer - info.start_layer, info.start_layer)
     if every.saved is not None and len(read(every.saved).formats) != model.num_hidden_layers:
         got = f"{len(read(every.saved).formats)} in {every.saved!r}"
-        raise ValueError(f"{_FORMAT}: want attributes of {model.num_hidden_layers} layers, got {got}")
+        raise ValueError(f"{FORMAT}: want attributes of {model.num_hidden_layers} layers, got {got}")
     kinds = every.kinds[:1] * layers if every.alike else every.kinds
     if len(kinds) != layers:
         raise NotImplementedError(_two_pools())
@@ -144,7 +145,7 @@ class TersekvPool(MHATokenToKVPool):
         if self.chosen.saved is not None:
             parallel = get_parallel()
             self._saved = saved_layers(
-                _FORMAT, self.chosen.saved, self.head_num, dims, parallel.attn_tp_rank, parallel.attn_tp_size
+                FORMAT, self.chosen.saved, self.head_num, dims, parallel.attn_tp_rank, parallel.attn_tp_size
             )
         # Not bfloat16 unless the rows are: on CUDA, models then write rows of 16 bits into the buffers themselves.
         dtypes = {f.storage for kind in kinds for f in kind}
@@ -167,6 +168,17 @@ class TersekvPool(MHATokenToKVPool):
         self._layers: dict[int, tuple[Any, Any, PagedKVLayer]] = {}
         self._kv_buffer_descs = self._build_kv_buffer_descs()
         self._init_data_ptrs_and_strides()
+
+    def _mha_buffer_info(self) -> RowsInfo:
+        """For a hierarchical cache: the bytes of each layer's rows."""
+        plain = super()._mha_buffer_info()
+        buffers = [self.k_buffer, self.v_buffer]
+        if self.k_scale_buffer is not None:
+            buffers += [self.k_scale_buffer, self.v_scale_buffer]
+        rows = tuple(
+            tuple(x.view(torch.uint8).flatten(1) for x in layer if x.numel()) for layer in zip(*buffers, strict=True)
+        )
+        return RowsInfo(**{name: getattr(plain, name) for name in plain.__struct_fields__}, rows=rows)
 
     def _rows(self, nbytes: int, dtype: torch.dtype) -> Tensor:
         # Slot 0 and the rest of its page take the rows of padding.
