@@ -13,6 +13,7 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,14 +143,16 @@ class Record:
         found = self._tensors.get(name)
         if found is None:
             self.fail(name, "a tensor", "none")
-        kinds = {text: dtype for dtype, text in _DTYPES.items()}
-        shape, (begin, end) = tuple(found["shape"]), found["data_offsets"]
-        source = torch.empty(shape, dtype=kinds[found["dtype"]], device="cpu")
-        if end - begin != source.numel() * source.itemsize or end > len(self.data):
-            self.fail(
-                name, f"{source.numel() * source.itemsize} bytes of {len(self.data)}", f"those from {begin} to {end}"
-            )
-        return Entry(name, source, None, shape, begin, end)
+        kinds, room = {text: dtype for dtype, text in _DTYPES.items()}, len(self.data)
+        try:
+            dtype, shape, (begin, end) = kinds[found["dtype"]], tuple(found["shape"]), found["data_offsets"]
+            whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+            fits = whole and end <= room and end - begin == prod(shape) * dtype.itemsize
+        except (KeyError, TypeError, ValueError):
+            fits = False
+        if not fits:
+            self.fail(name, f"dtype, shape and data_offsets of a tensor in {room} bytes", found)
+        return Entry(name, torch.empty(shape, dtype=dtype, device="cpu"), None, shape, begin, end)
 
     @property
     def data(self) -> Tensor:
