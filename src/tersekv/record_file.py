@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,8 @@ def placed(found: Iterable[tuple[str, Tensor, Sequence[int] | None]]) -> list[En
 def write(entries: Sequence[Entry], metadata: dict[str, str], path: str | os.PathLike | None) -> Tensor | None:
     """A record in the host's memory, pinned if something of it lies on a GPU, or in a file, which appears when it is
     complete."""
+    if path is not None and not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path: want a path or None, got {type(path).__name__}")
     empty = {entry.name: "0" * 16 for entry in entries}
     start = len(_header(entries, metadata, empty))
     pinned = any(entry.source.device.type == "cuda" for entry in entries)
@@ -73,10 +76,10 @@ def write(entries: Sequence[Entry], metadata: dict[str, str], path: str | os.Pat
     record[:start] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     if path is None:
         return record
-    # Under another name first: a file that is there is whole.
-    unfinished = Path(f"{os.fspath(path)}.{os.getpid()}.unfinished")
+    # Under a name that no other writer has first: a file that is there is whole.
+    unfinished = Path(f"{os.fspath(path)}.{token_hex(8)}.unfinished")
     try:
-        with open(unfinished, "wb") as file:
+        with open(unfinished, "xb") as file:
             file.write(record.numpy().data)
         unfinished.replace(path)
     finally:
