@@ -129,6 +129,11 @@ class PageMover:
                 self._drained[half] = self._compute.record_event()
         return self._drained[half]
 
+    def wait(self, event: Any) -> None:
+        """Let the caller's stream wait for what `back` returned, so that it may overwrite those pages."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
     def _batches(self, moves: Moves) -> Iterator[tuple[int, Moves]]:
         """Pages that are on their way together, those that lie side by side on the host too, and where they stage."""
         ordered = sorted(moves, key=lambda move: move[1])

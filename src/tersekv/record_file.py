@@ -13,7 +13,9 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from math import prod
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +65,8 @@ def placed(found: Iterable[tuple[str, Tensor, Sequence[int] | None]]) -> list[En
 def write(entries: Sequence[Entry], metadata: dict[str, str], path: str | os.PathLike | None) -> Tensor | None:
     """A record in the host's memory, pinned if something of it lies on a GPU, or in a file, which appears when it is
     complete."""
+    if path is not None and not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path: want a path or None, got {type(path).__name__}")
     empty = {entry.name: "0" * 16 for entry in entries}
     start = len(_header(entries, metadata, empty))
     pinned = any(entry.source.device.type == "cuda" for entry in entries)
@@ -72,10 +76,10 @@ def write(entries: Sequence[Entry], metadata: dict[str, str], path: str | os.Pat
     record[:start] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     if path is None:
         return record
-    # Under another name first: a file that is there is whole.
-    unfinished = Path(f"{os.fspath(path)}.{os.getpid()}.unfinished")
+    # Under a name that no other writer has first: a file that is there is whole.
+    unfinished = Path(f"{os.fspath(path)}.{token_hex(8)}.unfinished")
     try:
-        with open(unfinished, "wb") as file:
+        with open(unfinished, "xb") as file:
             file.write(record.numpy().data)
         unfinished.replace(path)
     finally:
@@ -142,14 +146,16 @@ class Record:
         found = self._tensors.get(name)
         if found is None:
             self.fail(name, "a tensor", "none")
-        kinds = {text: dtype for dtype, text in _DTYPES.items()}
-        shape, (begin, end) = tuple(found["shape"]), found["data_offsets"]
-        source = torch.empty(shape, dtype=kinds[found["dtype"]], device="cpu")
-        if end - begin != source.numel() * source.itemsize or end > len(self.data):
-            self.fail(
-                name, f"{source.numel() * source.itemsize} bytes of {len(self.data)}", f"those from {begin} to {end}"
-            )
-        return Entry(name, source, None, shape, begin, end)
+        kinds, room = {text: dtype for dtype, text in _DTYPES.items()}, len(self.data)
+        try:
+            dtype, shape, (begin, end) = kinds[found["dtype"]], tuple(found["shape"]), found["data_offsets"]
+            whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+            fits = whole and end <= room and end - begin == prod(shape) * dtype.itemsize
+        except (KeyError, TypeError, ValueError):
+            fits = False
+        if not fits:
+            self.fail(name, f"dtype, shape and data_offsets of a tensor in {room} bytes", found)
+        return Entry(name, torch.empty(shape, dtype=dtype, device="cpu"), None, shape, begin, end)
 
     @property
     def data(self) -> Tensor:

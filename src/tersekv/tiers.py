@@ -47,6 +47,12 @@ class Acquired(NamedTuple):
             (stream or torch.cuda.current_stream()).wait_event(self.ready)
 
 
+def _last_arrival(pages: Iterable[KeptPage]) -> Any:
+    """The event after which all of these pages are there; None: they are."""
+    arrivals = [page.arrival for page in pages if page.arrival is not None]
+    return max(arrivals, key=lambda arrival: arrival[0])[1] if arrivals else None
+
+
 def lru(page: KeptPage) -> tuple[int, int]:
     """The policy that lets pages go in the order in which they were used last, the ends of prompts first."""
     return page.last_used, -page.depth
@@ -147,26 +153,25 @@ class TieredPool(PagePool):
         count, found = self._found(tokens)
         cold = [page for page in found if page.hot is None]
         self._returning = set(cold)
-        here = [page.hot for page in found if page.hot is not None]
-        for hot in here:
+        taken = [page.hot for page in found if page.hot is not None]
+        for hot in taken:
             self._owners[hot] += 1
         try:
             fresh = self._take(-(-count // self.page_size) - len(found) + len(cold))
-        except OutOfPagesError:
-            self._release(here)
+            taken += fresh
+            self._come_back(cold, fresh)
+        except BaseException:
+            self._release(taken)
             raise
         finally:
             self._returning = set()
-        self._come_back(cold, fresh)
         self._calls += 1
         for page in found:
             page.last_used, page.uses = self._calls, page.uses + 1
         pages = [page.hot for page in found if page.hot is not None] + fresh[len(cold) :]
         self._pages[request_id], self._tokens[request_id] = pages, count
-        arrivals = [page.arrival for page in found if page.arrival is not None]
         held = len(found) * self.page_size
-        ready = max(arrivals, key=lambda arrival: arrival[0])[1] if arrivals else None
-        return Acquired(tuple(pages), held, count - held, len(cold) * self.page_size, ready)
+        return Acquired(tuple(pages), held, count - held, len(cold) * self.page_size, _last_arrival(found))
 
     def commit(self, request_id: Hashable, tokens: Tokens) -> None:
         """Keep the full pages of a request for others, once its rows are appended: after its prompt, say.
@@ -230,31 +235,30 @@ class TieredPool(PagePool):
         return len(ids), found
 
     def _come_back(self, pages: list[KeptPage], to: Iterable[int]) -> None:
-        moves = []
-        for page, hot in zip(pages, to, strict=False):
-            assert page.cold is not None  # else it were not found
+        moves = [(hot, page) for page, hot in zip(pages, to, strict=False)]
+        if not moves or self._mover is None:
+            return
+        event = self._mover.back([(hot, page.cold) for hot, page in moves if page.cold is not None])
+        self.pages_moved_back += len(moves)
+        self._arrivals += 1
+        for hot, page in moves:
             page.hot, self._of_hot[hot] = hot, page
             self._owners[hot] += 1
-            moves.append((hot, page.cold))
-        if moves and self._mover is not None:
-            event = self._mover.back(moves)
-            self.pages_moved_back += len(moves)
-            self._arrivals += 1
-            for page in pages:
-                page.arrival = None if event is None else (self._arrivals, event)
+            page.arrival = None if event is None else (self._arrivals, event)
 
     def _move_away(self, pages: list[KeptPage]) -> None:
         """Free the cache's pages of these, the least useful first."""
         new = [page for page in pages if page.cold is None]
         self._make_cold_room(len(new), {*pages} | self._returning)
-        moves, hot = [], []
-        for page in reversed(new):  # where there is no room for all, the most useful stay
-            if self._free_cold and page.hot is not None:
-                page.cold = heappop(self._free_cold)
-                moves.append((page.hot, page.cold))
+        # Where there is no room for all, the most useful stay.
+        moves = [*zip(reversed(new), nsmallest(len(new), self._free_cold), strict=False)]
         if self._mover is not None:
-            self._mover.away(moves)
+            self._mover.away([(page.hot, cold) for page, cold in moves if page.hot is not None])
             self.pages_moved_away += len(moves)
+            self._mover.wait(_last_arrival(pages))  # of pages for which perhaps nobody has waited yet
+        for page, _ in moves:
+            page.cold = heappop(self._free_cold)
+        hot = []
         for page in pages:
             assert page.hot is not None
             hot.append(page.hot)

@@ -67,7 +67,8 @@ def largest(row, k):
 
 @pytest.mark.parametrize("next_n", [1, 3])
 @pytest.mark.parametrize("each", [False, True])
-def test_selection_of_a_decode(next_n, each):
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint32])
+def test_selection_of_a_decode(next_n, each, dtype):
     torch.manual_seed(next_n)
     rows, width, k = 4 * next_n, 50, 8
     logits = torch.randn(rows + 2, width).round(decimals=1)
@@ -77,7 +78,7 @@ def test_selection_of_a_decode(next_n, each):
         lens = torch.randint(0, width, (4, next_n), dtype=torch.int32)
         visible = lens.flatten()
     out = torch.full((rows + 2, k + 3), 99, dtype=torch.int32)
-    top_k_per_row_decode(logits, next_n, lens, out[:, :k], rows, width, 1, k)
+    top_k_per_row_decode(logits, next_n, lens.to(dtype), out[:, :k], rows, width, 1, k)
     want = [largest(logits[t, : max(int(n), 0)].tolist(), k) for t, n in enumerate(visible)]
     assert out[:rows, :k].tolist() == want
     assert (out[rows:] == 99).all()
@@ -116,6 +117,7 @@ def test_a_call_like_one_before_it_takes_the_short_way(monkeypatch):
 
 CACHE, LENS = torch.zeros(P, S, 132, dtype=torch.uint8), torch.tensor([3, 2])
 OUT, SCALES = torch.empty(2, 4, dtype=torch.int32), torch.empty(5, 4, dtype=torch.uint8)
+CODES, TABLE, BEGINS = torch.empty(5, D, dtype=torch.uint8), torch.tensor([[1, 2]]), torch.tensor([0, 5])
 
 
 @pytest.mark.parametrize(("function", "given", "message"), [
@@ -124,6 +126,16 @@ OUT, SCALES = torch.empty(2, 4, dtype=torch.int32), torch.empty(5, 4, dtype=torc
     (indexer_k_quant_and_cache, (torch.zeros(2, D), CACHE, LENS, 64, "ue8m0"), "quant_block_size: want 128, got 64"),
     (indexer_k_quant_and_cache, (torch.zeros(2, D), CACHE.int(), LENS, 128, "ue8m0"), "kv_cache: want [P, S, n]"),
     (cp_gather_indexer_k_quant_cache, (CACHE, SCALES, SCALES, LENS[None], LENS), "dst_k: want 5 rows of 128 bytes"),
+    (cp_gather_indexer_k_quant_cache, (CACHE, CODES, SCALES, TABLE.float(), BEGINS), "block_table: want int32 | int64"),
+    (cp_gather_indexer_k_quant_cache, (CACHE, CODES, SCALES, TABLE, BEGINS > 0), "cu_seq_lens: want int32 | int64"),
+    (cp_gather_indexer_k_quant_cache, (CACHE, CODES, SCALES, TABLE, LENS[:1]), "cu_seq_lens: want [2], one more than"),
+    (cp_gather_indexer_k_quant_cache, (CACHE, CODES, SCALES, TABLE - 2, BEGINS), "block_table: want pages in [0, 4)"),
+    (cp_gather_indexer_k_quant_cache, (CACHE, CODES, SCALES, TABLE + 3, BEGINS), "block_table: want pages in [0, 4)"),
+    (cp_gather_indexer_k_quant_cache, (CACHE.view(P, S // 2, 264), CODES, SCALES, TABLE, BEGINS), "kv_cache: want one"),
+    (cp_gather_indexer_k_quant_cache, (CACHE.view(2 * P, 4, 132), CODES, SCALES, TABLE[:, :1], BEGINS),
+     "cu_seq_lens: want at most 4 keys a request"),
+    (cp_gather_indexer_k_quant_cache, (CACHE, CODES, torch.empty(5, 2)[:, ::2], TABLE, BEGINS), "dst_scale: want"),
+    (top_k_per_row_decode, (torch.zeros(2, 9), 3, LENS[0], OUT, 2, 9, 1, 4), "seq_lens: want [B] or [B, next_n]"),
     (top_k_per_row_decode, (torch.zeros(2, 9), 0, LENS, OUT, 2, 9, 1, 4), "next_n: want 1 or more, got 0"),
     (top_k_per_row_decode, (torch.zeros(2, 9), 1, LENS, OUT, 3, 9, 1, 4), "logits: want at least 3 rows"),
     (top_k_per_row_decode, (torch.zeros(2, 9), 1, LENS, OUT, 2, 9, 1, 5), "raw_topk_indices: want [T=2, K=5]"),

@@ -151,6 +151,29 @@ def test_a_filled_cache_moves_to_the_host(family):
             assert torch.equal(model(new, **over(offloaded)).logits, model(new, **over(cache)).logits)
 
 
+def test_memory_of_the_host_that_runs_out_can_be_asked_for_again(monkeypatch):
+    model = tiny("llama")
+    cache, offloaded = (TersekvCache(model.config, page_size=4) for _ in range(2))
+    pinned, calls = transformers_offload._pinned, count()
+
+    def pinned_once(x, device):
+        if next(calls) == 1:
+            raise RuntimeError("no memory to pin")
+        return pinned(x, device)
+
+    monkeypatch.setattr(transformers_offload, "_pinned", pinned_once)
+    with torch.inference_mode():
+        for c in (cache, offloaded):
+            model(PROMPT, **over(c))
+        with pytest.raises(RuntimeError, match="no memory to pin"):
+            offloaded.offload()
+        for i in range(3):
+            new = PROMPT[:, i : i + 1]
+            assert torch.equal(model(new, **over(offloaded)).logits, model(new, **over(cache)).logits)
+            offloaded.offload()
+            assert {type(layer.store) for layer in offloaded.paged} == {transformers_offload.OffloadedStore}
+
+
 def test_a_failed_forward_changes_nothing(monkeypatch):
     model = tiny("mistral", num_hidden_layers=3)
     cache, offloaded = both(model)

@@ -147,6 +147,30 @@ def test_a_changed_byte_anywhere_is_refused_and_nothing_comes(tmp_path):
             TersekvCache.load(tmp_path / "torn", model.config)
 
 
+@pytest.mark.parametrize(
+    "found",
+    [
+        3, "F32", [], {"dtype": "F32"}, {"dtype": "F31", "shape": [16], "data_offsets": [0, 64]},
+        {"dtype": "F32", "shape": [-1], "data_offsets": [0, 64]}, {"dtype": "F32", "shape": 16, "data_offsets": [0, 64]},
+        {"dtype": "F32", "shape": [16], "data_offsets": [0]}, {"dtype": "F32", "shape": ["16"], "data_offsets": [0, 64]},
+        {"dtype": "F32", "shape": [2**50], "data_offsets": [0, 2**52]},
+        {"dtype": "F32", "shape": [16], "data_offsets": [-64, 0]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_describes_no_tensor_is_refused_by_its_name(found, tmp_path):
+    model, path = tiny("llama"), tmp_path / "prompt"
+    prompted(model, format="int4_per_token_head/nvfp4+rotated").save(path)
+    whole = path.read_bytes()
+    size = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + size])
+    assert header["0.k_signs"] == {"dtype": "F32", "shape": [16], "data_offsets": header["0.k_signs"]["data_offsets"]}
+    text = json.dumps({**header, "0.k_signs": found}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + size :])
+    with pytest.raises(ValueError, match="prompt: 0.k_signs: want dtype, shape and data_offsets of a tensor in"):
+        TersekvCache.load(path, model.config)
+
+
 def test_foreign_files_other_models_and_formats_are_refused_by_name(tmp_path):
     model = tiny("llama")
     cache = prompted(model, format="fp8_e4m3")

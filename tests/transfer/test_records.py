@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import random
 from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
@@ -233,6 +236,8 @@ def test_bad_numbers_and_records_raise():
         tersekv.import_pages(kv(), [0], 3)
     with pytest.raises(ValueError, match=r"record: want \[bytes\] uint8 on the CPU, got \[2\] torch.float32"):
         tersekv.import_pages(kv(), [0], torch.zeros(2))
+    with pytest.raises(TypeError, match="path: want a path or None, got int"):
+        tersekv.export_pages(kv(), [0], 3)
     refused(kv(), tersekv.export_pages(kv(), [0, 1, 2]), "sizes.num_pages: want 2")
     refused(kv(), tersekv.export_pages(kv(), [0, 1]), "pages: want each page once, got 3 again", pages=(3, 3))
 
@@ -242,6 +247,22 @@ def test_an_export_that_fails_leaves_no_file(tmp_path):
     with pytest.raises(OSError, match="record"):
         tersekv.export_pages(kv(), [0], tmp_path / "record")
     assert [p.name for p in tmp_path.iterdir()] == ["record"]
+
+
+def test_writers_of_one_file_do_not_meet(tmp_path, monkeypatch):
+    """Of one process, or of two whose ids are equal, as in two containers."""
+    path, barrier, replace_file = tmp_path / "record", Barrier(2, timeout=60), Path.replace
+
+    def replace_together(self, target):
+        barrier.wait()  # both have written
+        return replace_file(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace_together)
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(tersekv.export_pages, filled(kv(), seed), [5, seed], path) for seed in (0, 1)]:
+            done.result()
+    assert [p.name for p in tmp_path.iterdir()] == ["record"]
+    assert tersekv.import_pages(kv(), [0, 1], path) == 8
 
 
 def test_what_runs_on_the_device_reads_nothing_on_the_host(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import tier_traffic
@@ -169,6 +170,48 @@ def test_latents_come_back():
     for layer, (ckv, kpe) in zip(cache.layers, before, strict=True):
         for x, y in ((layer.ckv[list(got.pages[:2])], ckv), (layer.kpe[list(got.pages[:2])], kpe)):
             assert 0 < (x - y).norm() < 0.05 * y.norm()
+
+
+def pool_state(pool):
+    kept = {key: (page.hot, page.cold, page.last_used, page.uses) for key, page in pool._kept.items()}
+    requests = {request: (pool.pages(request), pool.num_tokens(request)) for request in pool._pages}
+    return kept, {*pool._of_hot}, [*pool._owners], sorted(pool._free), sorted(pool._free_cold), requests
+
+
+@pytest.mark.parametrize("way", ["away", "back"])
+def test_a_move_that_fails_leaves_the_pool_as_it_was(monkeypatch, way):
+    cache = kv(3)
+    pool = TieredPool(cache, cold_pages=8)
+    served(pool, cache, 0, PROMPT)
+    if way == "back":
+        pool.make_room(3)
+    before = pool_state(pool)
+
+    def fail(moves):
+        raise torch.OutOfMemoryError("no room to stage")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pool._mover, way, fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            pool.acquire(1, PROMPT if way == "back" else [*range(12)])
+    assert pool_state(pool) == before
+    got = tier_traffic.run(cache, pool, 60, seed=3)
+    assert got["right"].all()
+
+
+def test_a_page_is_not_given_to_others_while_it_arrives(monkeypatch):
+    cache, waited = kv(3), []
+    pool = TieredPool(cache, cold_pages=8)
+    served(pool, cache, 0, PROMPT)
+    pool.make_room(3)
+    stream = SimpleNamespace(wait_event=waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: stream)
+    monkeypatch.setattr(pool._mover, "back", lambda moves: "arrived")  # an event, as on a GPU
+    assert pool.acquire(1, PROMPT).ready == "arrived"
+    pool.free(1)  # given up: nobody waited
+    assert waited == []
+    pool.add(2, 12)
+    assert waited == ["arrived"]
 
 
 def test_errors_change_nothing():

@@ -6,12 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import env
 from ..calls import IndexAppendCall
-from ..dispatch.checks import joined
+from ..dispatch.checks import INDEX, joined
 from ..errors import UnsupportedError
 from ..formats import INDEX_BLOCK
 from ..index_layers import PagedIndexLayer
-from ._adapt import as_host_int, first_rows, tensor, with_caller_names
+from ._adapt import as_host_int, dtype_name, first_rows, tensor, with_caller_names
 from ._indexer import launched, take_largest
 
 _CACHE_NAMES = dict.fromkeys(("k_cache", "k_scale_cache", "pages"), "kv_cache")
@@ -76,27 +77,49 @@ def cp_gather_indexer_k_quant_cache(
         dst_scale:    [N, 4] of one byte each or [N, 1] fp32, written: scales
         block_table:  [B, max_pages]; cu_seq_lens [B + 1]: where each request's keys begin in dst_k
 
-    Rows of dst_k from cu_seq_lens[B] on stay as they are. Here PyTorch's own operations copy. Raises ValueError or
-    TypeError for a bad argument. What `fp8_mqa_logits` needs: tersekv.index_select reads pages as they are.
+    Rows of dst_k from cu_seq_lens[B] on stay as they are, on a GPU also those of keys outside table and cache. Here
+    PyTorch's own operations copy. Raises ValueError or TypeError for a bad argument; on a CPU and in checked mode also
+    for keys outside. What `fp8_mqa_logits` needs: tersekv.index_select reads pages as they are.
     """
     layer = with_caller_names(_CACHE_NAMES, PagedIndexLayer.from_buffer, kv_cache)
-    assert layer.scale is not None
+    if layer.scale is None or layer.scale.dim() != 2:
+        raise ValueError(f"kv_cache: want one scale a token, Di at most {INDEX_BLOCK}, got {list(kv_cache.shape)}")
     n = tensor("dst_k", dst_k, "N, Di").shape[0]
-    for name, x, columns in (("dst_k", dst_k, layer.head_dim), ("dst_scale", dst_scale, 4)):
+    for name, x, columns in (("dst_k", dst_k, layer.head_dim), ("dst_scale", tensor("dst_scale", dst_scale), 4)):
         if x.dim() != 2 or (x.shape[0], x.shape[1] * x.element_size()) != (n, columns):
             raise ValueError(f"{name}: want {n} rows of {columns} bytes, got {list(x.shape)} of {x.element_size()}")
-    tensor("block_table", block_table, "B, max_pages"), tensor("cu_seq_lens", cu_seq_lens, "B + 1")
+        if x.element_size() > 1 and x.stride(1) != 1:
+            raise ValueError(f"{name}: want dense rows, got strides {list(x.stride())}")
+    for name, x, shape in (("block_table", block_table, "B, max_pages"), ("cu_seq_lens", cu_seq_lens, "B + 1")):
+        if tensor(name, x, shape).dtype not in INDEX:
+            raise ValueError(f"{name}: want int32 | int64 | uint32, got {dtype_name(x.dtype)}")
+    count, width = block_table.shape
+    if cu_seq_lens.shape[0] != count + 1:
+        raise ValueError(f"cu_seq_lens: want [{count + 1}], one more than block_table, got {list(cu_seq_lens.shape)}")
     if n == 0 or 0 in block_table.shape:
         return
     token, begins = torch.arange(n, device=dst_k.device), cu_seq_lens.to(torch.int64)
     request = torch.searchsorted(begins[1:].contiguous(), token, right=True)
-    known = request < block_table.shape[0]
-    request = request.clamp(max=block_table.shape[0] - 1)
+    known = request < count
+    request = request.clamp(max=count - 1)
     position = torch.where(known, token - begins[request], 0)
-    page = torch.where(known, block_table[request, position // layer.page_size].to(torch.int64), 0)
+    room = width * layer.page_size
+    known = _where_inside(known, position, room, f"cu_seq_lens: want at most {room} keys a request, as in block_table")
+    page = block_table[request, torch.where(known, position, 0) // layer.page_size].to(torch.int64)
+    known = _where_inside(known, page, layer.num_pages, f"block_table: want pages in [0, {layer.num_pages})")
+    page, position = (torch.where(known, x, 0) for x in (page, position))
     for x, stored in ((dst_k, layer.k.view(torch.uint8)), (dst_scale, layer.scale[..., None].view(torch.uint8))):
         rows = x.view(torch.uint8)
         rows.copy_(torch.where(known[:, None], stored[page, position % layer.page_size], rows))
+
+
+def _where_inside(known: Tensor, x: Tensor, end: int, want: str) -> Tensor:
+    """Where x is known and in [0, end). On a CPU and in checked mode all that is known has to be."""
+    inside = known & (x >= 0) & (x < end)
+    if (x.device.type == "cpu" or env.checked()) and not torch.equal(inside, known):
+        at = int((known & ~inside).nonzero()[0, 0])
+        raise ValueError(f"{want}, got {int(x[at])} for row {at} of dst_k")
+    return inside
 
 
 def top_k_per_row_decode(
@@ -126,9 +149,11 @@ def top_k_per_row_decode(
     visible = tensor("seq_lens", seq_lens)
     if visible.dim() == 2:
         visible = joined("seq_lens", visible)
-    elif next_n > 1:
+    elif visible.dim() != 1:
+        raise ValueError(f"seq_lens: want [B] or [B, next_n], got {list(visible.shape)}")
+    elif next_n > 1 and visible.dtype in INDEX:
         back = torch.arange(1 - next_n, 1, device=visible.device)
-        visible = (visible[:, None] + back).flatten()
+        visible = (visible.to(torch.int64)[:, None] + back).flatten()
     _topk(_DECODE_NAMES, logits, raw_topk_indices, visible, None, num_rows, topk_tokens)
 
 

@@ -201,13 +201,12 @@ class TersekvCache(Cache):
         their own, in the cache's format. Pages that a forward wrote go back. The host's memory is pinned, and waited
         for only where the cache grows. On a CPU these are copies. States beside the pages stay where they are.
         """
-        if not self.offloaded:
-            self.offloaded = True
-            for layer in self.paged:
-                if layer.store is not None:
-                    store = self._on_host(layer.store.with_pages(1), layer.index, layer.store.cache.num_pages)
-                    store.fill(layer.store)
-                    layer.store = store
+        for layer in self.paged:
+            if layer.store is not None and not isinstance(layer.store, OffloadedStore):
+                store = self._on_host(layer.store.with_pages(1), layer.index, layer.store.cache.num_pages)
+                store.fill(layer.store)
+                layer.store = store
+        self.offloaded = True  # only now: where memory runs out on the way, the next call goes on
         return self
 
     def save(self, path: str | os.PathLike) -> None:
