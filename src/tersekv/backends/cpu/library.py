@@ -164,6 +164,7 @@ class NativeLaunch:
 def _raise_reported_fault(report: Report, call: Attention | IndexScores) -> None:
     """Raise for a bad value, with the messages of the `torch` backend."""
     b, (x, y) = report.request, report.values
+    of, at = "extra." if b else "", [i for i in report.at if i >= 0]
     messages = {
         1: f"seq_lens: want at most {x} (max_pages * S), got {y} at {b}",
         2: f"cu_seqlens_q: want rows in [0, {call.rows}], got [{x}, {y}) at {b}",
@@ -171,7 +172,20 @@ def _raise_reported_fault(report: Report, call: Attention | IndexScores) -> None
         4: f"page_table: want page ids in [0, {x}), got {y} at request {b}",
         7: f"seq_lens: want at most {x} keys (max_pages * S), got {y} at {b}",
         6: f"seq_lens: want at most {x} before the new tokens (max_pages * S), got {y} at {b}",
+        8: f"{of}indices: want {_what_entries_are(call, b)}, got {y} at {at}",
+        9: f"indices: want positions below {x} (max_pages * S), got {y} at {at}",
+        10: f"page_table: want page ids in [0, {x}) for listed keys, got {y} at {at}",
     }
     if report.fault not in messages:
         raise MemoryError("no memory for the tiles of an attention")
     raise ValueError(messages[report.fault])
+
+
+def _what_entries_are(call: Attention | IndexScores, of_set: int) -> str:
+    """Returns which entries the lists of a set may hold."""
+    if not isinstance(call, Attention):
+        return ""
+    keys = call.sets[of_set]
+    if keys.page_table.tensor < 0:
+        return f"slots below {keys.num_pages * keys.page_size} (P * S)"
+    return f"positions below {keys.max_pages * keys.page_size} (max_pages * S)"
