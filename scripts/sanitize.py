@@ -1,6 +1,5 @@
 """Runs the native kernels for CPUs under the address, undefined and thread sanitizers, with three threads: every case
-of `tersekv verify` and keys cut into pieces, on every instruction set that runs here, then tests/cpu/test_cpu.py and
-tests/attention/test_extremes.py.
+of `tersekv verify` and keys cut into pieces, on every instruction set that runs here, then the tests in TESTS.
 
     python scripts/sanitize.py [--only address,undefined | --only thread] [--levels avx2,…] [--json PATH]
 
@@ -34,7 +33,8 @@ OPTIONS = {
 
 OPS = ("append", "rope_append", "mla_append", "decode", "prefill", "mla_decode", "merge_states")
 TESTS = [
-    str(Path(__file__).parent.parent / "tests" / name) for name in ("cpu/test_cpu.py", "attention/test_extremes.py")
+    str(Path(__file__).parent.parent / "tests" / name)
+    for name in ("cpu/test_cpu.py", "cpu/test_cpu_lists.py", "attention/test_extremes.py")
 ]
 # The first ran above. A forked child leaves the sanitizer's threads behind; what is compiled anew is not for one;
 # threads are three, not those that a test asks for and counts; and OpenMP's the thread sanitizer cannot follow.

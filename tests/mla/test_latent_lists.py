@@ -208,12 +208,6 @@ def test_without_lists_a_page_table_is_wanted():
         Cached()(by_slot=True)
 
 
-def test_native_kernels_refuse_lists_by_name():
-    call = make.make(Case("mla_decode", "fp8_ds_mla", "x", heads=1, group=128, page=64, listed=70))
-    with pytest.raises(tersekv.UnsupportedError, match=r"cpu: takes no lists of keys \(indices\) yet"):
-        plan.plan("mla_decode", call, "cpu")
-
-
 @pytest.mark.parametrize("by_slot", [False, True])
 def test_hopper_has_kernels_for_them(by_slot):
     call = make.make(Case("mla_decode", "fp8_ds_mla", "x", heads=1, group=128, page=64, listed=70, by_slot=by_slot))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tersekv.formats import BLOCK, CHANNELS, GROUP, NONE, PAIRS, ROTATION, TENSOR, TOKEN_HEAD, KVFormat, pair_of
+from tersekv.formats import BLOCK, CHANNELS, GROUP, NONE, PAIRS, ROTATION, TENSOR, TOKEN_HEAD, UE8M0, KVFormat, pair_of
 
 from . import library, records
 from .library import BoundLaunch, NativeLaunch
@@ -20,7 +20,7 @@ _FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_
             "int4_per_token_head")  # fmt: skip
 _KINDS = {
     NONE: records.NO_SCALE, TENSOR: records.TENSOR_SCALE, TOKEN_HEAD: records.ROW_SCALE, BLOCK: records.BLOCK_SCALE,
-    GROUP: records.GROUP_SCALE,
+    GROUP: records.GROUP_SCALE, UE8M0: records.UE8M0_SCALE,
 }  # fmt: skip
 _NO_TENSOR = StridedTensor(records.NONE)
 
@@ -60,7 +60,8 @@ def quantized_row_write(
     return RowWrite(
         facts.strided_tensor(first_columns), facts.strided_tensor(second_columns) if y is not None else _NO_TENSOR,
         x.shape[-1], 0 if y is None else y.shape[-1], apply_rope, x.shape[1] if len(x.shape) == 3 else 1, True,
-        out_cache, CODES[fmt.code], _KINDS[fmt.scale], scales, multiplier, row_transform,
+        out_cache, CODES[fmt.code], _KINDS[fmt.scale], scales, fmt.scale_block or 0, fmt.scales(x.shape[-1]), fmt.tail,
+        multiplier, row_transform,
     )  # fmt: skip
 
 
@@ -73,7 +74,7 @@ def rope_query_writes(facts: CallFacts) -> list[RowWrite]:
             row_writes.append(RowWrite(
                 facts.strided_tensor(name), _NO_TENSOR, x.shape[-1], 0, apply_rope, x.shape[1], False,
                 facts.strided_tensor(f"{name}_out"), facts.dtype(f"{name}_out"), records.NO_SCALE, _NO_TENSOR,
-                facts.scale("q_scale"), NO_TRANSFORM,
+                0, 0, 0, facts.scale("q_scale"), NO_TRANSFORM,
             ))  # fmt: skip
     return row_writes
 

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from tersekv.formats import BATCH_INVARIANCE, BLOCK, CHANNELS, PAIRS, ROTATION, TOKEN_HEAD, KVFormat, pair_of
+from tersekv.formats import BATCH_INVARIANCE, BLOCK, CHANNELS, LISTS, PAIRS, ROTATION, TOKEN_HEAD, KVFormat, pair_of
 
 from . import library
 from .library import BoundLaunch, NativeLaunch
 from .records import (
     CODES,
     DTYPES,
+    NO_MATRIX,
     NO_TRANSFORM,
     NONE,
     TRANSFORMS,
     Attention,
     CallFacts,
     IndexTensor,
+    KeySet,
     PagedMatrix,
+    Scale,
     StridedTensor,
+    paged_matrix,
 )
 
-SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
+SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE, LISTS)
 TENSORS = (
     "q", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "page_table", "seq_lens", "cu_seqlens_q", "mask",
-    "sinks", "out", "lse", "softmax_scale_t", "k_scale_t", "v_scale_t", "out_scale_t", *TRANSFORMS, "k", "v",
+    "sinks", "out", "lse", "softmax_scale_t", "k_scale_t", "v_scale_t", "out_scale_t", *TRANSFORMS, "k", "v", "indices",
+    "index_lens",
 )  # fmt: skip
 # Formats that the kernels read; the codes of another they would misread.
 _FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4",
@@ -42,15 +48,13 @@ def why_not(f: SimpleNamespace) -> str | None:
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts, (k_format, v_format) = CallFacts(f, TENSORS), pair_of(f)
     record = attention_record_without_kv(facts, heads=f.k_cache.shape[2], group=f.q.shape[1] // f.k_cache.shape[2])
-    record.num_keys = 1
-    record.keys[0] = _paged_matrix_record(facts, "k", k_format, f.q.shape[2])
-    record.keys[0].query = facts.strided_tensor("q")
-    record.values = _paged_matrix_record(facts, "v", v_format, f.out.shape[2])
-    record.num_pages, record.page_size = f.k_cache.shape[:2]
+    keys = _paged_matrix_record(facts, "k", k_format, f.q.shape[2])
+    keys.query = facts.strided_tensor("q")
+    values = _paged_matrix_record(facts, "v", v_format, f.out.shape[2])
+    add_key_set(record, facts, [keys], [values], f.k_cache.shape, facts.scale("k_scale"), facts.scale("v_scale"))
     record.query_dtype = facts.dtype("q")
     record.mask, record.window, record.sinks = facts.index_tensor("mask"), f.window, facts.at("sinks")
     record.softcap = f.softcap
-    record.k_scale, record.v_scale = facts.scale("k_scale"), facts.scale("v_scale")
     record.key_transform, record.value_transform = facts.row_transform("k"), facts.row_transform("v")
     if f.k is not None:
         record.new_keys, record.new_values = (
@@ -64,27 +68,39 @@ def attention_record_without_kv(facts: CallFacts, heads: int, group: int) -> Att
     """Returns a record with the requests and outputs that all attention operations share."""
     f, record = facts.f, Attention()
     record.heads, record.group = heads, group
-    record.requests, record.max_pages = f.page_table.shape
     record.rows, record.max_q_len = f.out.shape[0], f.max_q_len
     record.batch_invariant, record.prefill_invariant = f.batch_invariant, getattr(f, "prefill_invariant", False)
-    for name in ("page_table", "seq_lens", "cu_seqlens_q"):
-        setattr(record, name, facts.index_tensor(name))
+    record.seq_lens, record.cu_seqlens_q = facts.index_tensor("seq_lens"), facts.index_tensor("cu_seqlens_q")
     record.mask, record.sinks = IndexTensor(NONE), NONE
     record.key_transform = record.value_transform = NO_TRANSFORM
-    record.new_keys = record.new_values = PagedMatrix(StridedTensor(NONE))
-    record.out, record.lse, record.out_dtype = (
-        facts.strided_tensor("out"),
-        facts.strided_tensor("lse"),
-        facts.dtype("out"),
-    )
+    record.new_keys = record.new_values = NO_MATRIX
+    record.out, record.lse = facts.strided_tensor("out"), facts.strided_tensor("lse")
+    record.max_logits, record.out_dtype = StridedTensor(NONE), facts.dtype("out")
     record.softmax_scale, record.out_scale = facts.scale("softmax_scale"), facts.scale("out_scale")
     return record
 
 
+def add_key_set(
+    record: Attention, facts: CallFacts, keys: Sequence[PagedMatrix], values: Sequence[PagedMatrix],
+    pages: Sequence[int], k_scale: Scale, v_scale: Scale, of: str = "",
+) -> None:  # fmt: skip
+    """Add a set of keys to a record. pages: [P, S, …]. of: what the names of its tensors begin with."""
+    table = getattr(facts.f, f"{of}page_table")
+    added: KeySet = record.sets[record.num_sets]
+    record.num_sets += 1
+    added.num_keys, added.num_values = len(keys), len(values)
+    for to, found in ((added.keys, keys), (added.values, values)):
+        for i in range(2):
+            to[i] = found[i] if i < len(found) else NO_MATRIX
+    added.page_table, (added.num_pages, added.page_size) = facts.index_tensor(f"{of}page_table"), pages[:2]
+    if table is not None:
+        record.requests, added.max_pages = table.shape
+    added.k_scale, added.v_scale = k_scale, v_scale
+    added.lists = facts.key_lists(of, causal=table is not None and not of)
+
+
 def _paged_matrix_record(facts: CallFacts, side: str, fmt: KVFormat, columns: int) -> PagedMatrix:
-    m = PagedMatrix(
-        facts.strided_tensor(f"{side}_cache"), CODES[fmt.code], columns, StridedTensor(NONE), 0, 0, StridedTensor(NONE)
-    )
+    m = paged_matrix(facts.strided_tensor(f"{side}_cache"), CODES[fmt.code], columns)
     if fmt.scale in (BLOCK, TOKEN_HEAD):
         m.scales = facts.strided_tensor(f"{side}_scale_cache")
         m.width, m.scale_dtype = fmt.scale_block or columns, DTYPES[fmt.scale_dtype or torch.float32]
@@ -95,7 +111,7 @@ def _new_rows_as_single_token_pages(facts: CallFacts, name: str) -> PagedMatrix:
     """Returns rows [T, H, D] as a cache with pages of one token."""
     x, (token, head) = getattr(facts.f, name), facts.strides(name)[:2]
     at = StridedTensor(facts.at(name), (token, 0, head))
-    return PagedMatrix(at, DTYPES[x.dtype], x.shape[2], StridedTensor(NONE), 0, 0, StridedTensor(NONE))
+    return paged_matrix(at, DTYPES[x.dtype], x.shape[2])
 
 
 def run(call: Any, config: NativeLaunch) -> None:

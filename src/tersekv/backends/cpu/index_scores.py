@@ -11,7 +11,7 @@ from tersekv.formats import INDEX_BLOCK, index_format
 
 from . import library, records
 from .library import BoundLaunch, NativeLaunch
-from .records import CODES, CallFacts, IndexScores, PagedMatrix, StridedTensor
+from .records import CODES, CallFacts, IndexScores, StridedTensor, paged_matrix
 
 _TENSORS = ("q", "weights", "k_cache", "k_scale_cache", "page_table", "seq_lens", "cu_seqlens_q", "out", "out_lens")
 
@@ -30,10 +30,9 @@ def scores_or_select_launch(f: SimpleNamespace, width: int, select: tuple[int, i
     names = _TENSORS if select else _TENSORS[:-1]
     facts, fmt = CallFacts(f, names), index_format(f.format)
     tensor = partial(tensor_and_two_strides, facts)
-    keys = PagedMatrix(
-        tensor("k_cache"), CODES[fmt.code], f.k_cache.shape[-1], tensor("k_scale_cache"), INDEX_BLOCK,
-        records.DTYPES[f.k_scale_cache.dtype] if f.k_scale_cache else 0, tensor("q"),
-    )  # fmt: skip
+    keys = paged_matrix(tensor("k_cache"), CODES[fmt.code], f.k_cache.shape[-1], tensor("q"))
+    keys.scales, keys.width = tensor("k_scale_cache"), INDEX_BLOCK
+    keys.scale_dtype = records.DTYPES[f.k_scale_cache.dtype] if f.k_scale_cache else 0
     record = IndexScores(
         keys, facts.index_tensor("page_table"), facts.index_tensor("seq_lens"), facts.index_tensor("cu_seqlens_q"),
         f.seq_lens.shape[0], f.q.shape[0], f.q.shape[1], f.max_q_len, f.page_table.shape[1], *f.k_cache.shape[:2],

@@ -19,6 +19,7 @@ from .records import Append, Attention, IndexScores, IndexTopk, Merge, Report
 BoundLaunch = Callable[[list[int]], bool]  # launches for a list of addresses; returns whether it launched
 _RECORDS = (Attention, Append, Merge, IndexScores, IndexTopk)
 _REPORTING = ("attention", "index_scores")  # functions that judge values of index tensors
+_FIRST_OF_LISTS = 8  # faults in lists of keys are from here on (native/api.h)
 _FORKNOEXEC = 0x40  # a process flag (linux/sched.h)
 _HOW = "python -m tersekv.backends.cpu.build"
 
@@ -172,6 +173,19 @@ def _raise_reported_fault(report: Report, call: Attention | IndexScores) -> None
         7: f"seq_lens: want at most {x} keys (max_pages * S), got {y} at {b}",
         6: f"seq_lens: want at most {x} before the new tokens (max_pages * S), got {y} at {b}",
     }
+    if isinstance(call, Attention) and report.fault >= _FIRST_OF_LISTS:
+        raise ValueError(_fault_of_lists(report, call))
     if report.fault not in messages:
         raise MemoryError("no memory for the tiles of an attention")
     raise ValueError(messages[report.fault])
+
+
+def _fault_of_lists(report: Report, call: Attention) -> str:
+    of, by_slot = "extra." if report.request else "", call.sets[report.request].page_table.tensor < 0
+    (x, y), at = report.values, [i for i in report.at if i >= 0]
+    entries = f"slots below {x} (P * S)" if by_slot else f"positions below {x} (max_pages * S)"
+    return {
+        8: f"{of}indices: want {entries}, got {y} at {at}",
+        9: f"indices: want positions below {x} (max_pages * S), got {y} at {at}",
+        10: f"page_table: want page ids in [0, {x}) for listed keys, got {y} at {at}",
+    }[report.fault]

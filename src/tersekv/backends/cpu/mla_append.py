@@ -17,7 +17,7 @@ _TENSORS = (
     "ckv_scale_cache", "q_scale_t", "kv_scale_t", *append.SLOT_FIELDS,
 )  # fmt: skip
 # Formats that the kernels store; an unknown one they would cast.
-_FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
+_FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "fp8_v4", "fp8_v41")
 _HALF = {f.storage: f for f in (BF16, FP16)}
 
 

@@ -7,56 +7,94 @@ from typing import Any
 
 import torch
 
-from tersekv.formats import BATCH_INVARIANCE, TENSOR, latent_format, rope_dtype
+from tersekv.formats import (
+    BATCH_INVARIANCE,
+    LATENT_SINKS,
+    LISTS,
+    LSE_OF_KEYS,
+    MAX_LOGITS,
+    TENSOR,
+    TWO_SETS,
+    KVFormat,
+    latent_format,
+    rope_dtype,
+)
 
 from . import library
-from .attention import attention_record_without_kv
+from .attention import add_key_set, attention_record_without_kv
 from .library import BoundLaunch, NativeLaunch
-from .records import CODES, DTYPES, NONE, CallFacts, PagedMatrix, Scale, StridedTensor
+from .records import (
+    CODES,
+    DTYPES,
+    E8M0,
+    NONE,
+    Attention,
+    CallFacts,
+    PagedMatrix,
+    Scale,
+    StridedTensor,
+    paged_matrix,
+)
 
+_OF_A_SET = ("ckv", "kpe", "ckv_scale_cache", "page_table", "indices", "index_lens", "kv_scale_t")
 _TENSORS = (
-    "q_nope", "q_pe", "ckv", "kpe", "ckv_scale_cache", "page_table", "seq_lens", "cu_seqlens_q", "out", "lse",
-    "softmax_scale_t", "kv_scale_t", "out_scale_t",
+    "q_nope", "q_pe", "seq_lens", "cu_seqlens_q", "out", "lse", "softmax_scale_t", "out_scale_t", "sinks", "max_logits",
+    *_OF_A_SET, *(f"extra_{name}" for name in _OF_A_SET),
 )  # fmt: skip
 # Formats that the kernels read; the codes of another they would misread.
-_FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
-SUPPORTS = (BATCH_INVARIANCE,)
+_FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "fp8_v4", "fp8_v41")
+SUPPORTS = (BATCH_INVARIANCE, LISTS, LATENT_SINKS, TWO_SETS, LSE_OF_KEYS, MAX_LOGITS)
 _STEP = 8  # columns that kernels load together
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    if f.format not in _FORMATS:
-        return f"has no {f.format}"
-    rank, rotary = f.ckv.shape[-1], f.kpe.shape[-1]
+    unknown = [x for x in (f.format, f.extra_format or f.format) if x not in _FORMATS]
+    if unknown:
+        return f"has no {unknown[0]}"
+    rank, rotary = f.out.shape[-1], f.kpe.shape[-1]
     if rank % _STEP or rotary % _STEP or not rank:
         return f"wants a latent rank and a rotary size in steps of {_STEP}, got {rank} and {rotary}"
     return library.why_not(f)
 
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
-    facts, fmt = CallFacts(f, _TENSORS), latent_format(f.format)
+    facts = CallFacts(f, _TENSORS)
     record = attention_record_without_kv(facts, heads=1, group=f.q_nope.shape[1])
-    scales = (
-        StridedTensor(NONE) if f.ckv_scale_cache is None else facts.strided_tensor("ckv_scale_cache", has_heads=False)
-    )
-    width = fmt.scale_block or 0
-    latent = PagedMatrix(
-        facts.strided_tensor("ckv", has_heads=False), CODES[fmt.code], f.ckv.shape[-1], scales, width,
-        DTYPES[torch.float32], facts.strided_tensor("q_nope"),
-    )  # fmt: skip
-    record.num_keys, record.keys[0], record.values = 1, latent, latent
-    if f.kpe.shape[-1]:
-        record.num_keys = 2
-        record.keys[1] = PagedMatrix(
-            facts.strided_tensor("kpe", has_heads=False), DTYPES[rope_dtype(fmt)], f.kpe.shape[-1], StridedTensor(NONE),
-            0, 0, facts.strided_tensor("q_pe"),
-        )  # fmt: skip
-    record.num_pages, record.page_size = f.ckv.shape[:2]
     record.query_dtype = facts.dtype("q_nope")
-    # Only a per-tensor scale applies to the rotary part.
-    one = Scale(1.0, NONE, 0)
-    record.k_scale = record.v_scale = facts.scale("kv_scale") if fmt.scale == TENSOR else one
+    record.sinks, record.lse_of_keys = facts.at("sinks"), f.lse_of_keys
+    record.max_logits = facts.strided_tensor("max_logits")
+    _add_latents(record, facts, f.format, "")
+    if f.extra_indices is not None:
+        _add_latents(record, facts, f.extra_format, "extra_")
     return NativeLaunch("attention", record, _TENSORS)
+
+
+def _add_latents(record: Attention, facts: CallFacts, format: str, of: str) -> None:
+    f, fmt = facts.f, latent_format(format)
+    latent = _latent_matrices(facts, fmt, of)
+    keys = list(latent)
+    if f.kpe.shape[-1]:
+        rotary, dtype = facts.strided_tensor(f"{of}kpe", has_heads=False), DTYPES[rope_dtype(fmt)]
+        keys.append(paged_matrix(rotary, dtype, f.kpe.shape[-1], facts.strided_tensor("q_pe")))
+    # Only a per-tensor scale applies to the rotary part.
+    scale = facts.scale(f"{of}kv_scale") if fmt.scale == TENSOR else Scale(1.0, NONE, 0)
+    add_key_set(record, facts, keys, latent, getattr(f, f"{of}ckv").shape, scale, scale, of)
+
+
+def _latent_matrices(facts: CallFacts, fmt: KVFormat, of: str) -> list[PagedMatrix]:
+    """Returns a row's codes, and what lies behind them in 16 bits."""
+    codes, q = facts.strided_tensor(f"{of}ckv", has_heads=False), facts.strided_tensor("q_nope")
+    columns = facts.f.out.shape[-1] - fmt.tail
+    latent = paged_matrix(codes, CODES[fmt.code], columns, q)
+    if fmt.scale_dtype is not None:
+        latent.scales = facts.strided_tensor(f"{of}ckv_scale_cache", has_heads=False)
+        latent.width = fmt.scale_block
+        latent.scale_dtype = E8M0 if fmt.scale_dtype == torch.uint8 else DTYPES[fmt.scale_dtype]
+    if not fmt.tail:
+        return [latent]
+    tail = paged_matrix(codes, DTYPES[torch.bfloat16], fmt.tail, q)
+    tail.first_byte, tail.query_column = columns, columns
+    return [latent, tail]
 
 
 def run(call: Any, config: NativeLaunch) -> None:

@@ -13,7 +13,8 @@ DTYPES = {
     torch.int32: 8, torch.int64: 9, torch.uint32: 10, torch.uint16: 2,
 }  # fmt: skip
 CODES = {"bf16": 1, "fp16": 2, "e4m3": 3, "e5m2": 4, "int8": 5, "e2m1": 6, "int4": 7}  # of a format
-NO_SCALE, TENSOR_SCALE, ROW_SCALE, BLOCK_SCALE, GROUP_SCALE = range(5)
+E8M0 = 11  # of stored scales, in bytes
+NO_SCALE, TENSOR_SCALE, ROW_SCALE, BLOCK_SCALE, GROUP_SCALE, UE8M0_SCALE = range(6)
 NONE = -1  # index of an absent tensor
 TRANSFORMS = ("k_signs", "v_signs", "k_channel_scale", "v_channel_scale")
 
@@ -36,9 +37,23 @@ class Scale(Structure):
 
 class PagedMatrix(Structure):
     _fields_ = [
-        ("codes", StridedTensor), *_enum_values("dtype", "columns"), ("scales", StridedTensor),
-        *_enum_values("width", "scale_dtype"),
-        ("query", StridedTensor),
+        ("codes", StridedTensor), *_enum_values("first_byte", "dtype", "columns"), ("scales", StridedTensor),
+        *_enum_values("width", "scale_dtype"), ("query", StridedTensor), *_enum_values("query_column"),
+    ]  # fmt: skip
+
+
+class KeyLists(Structure):
+    _fields_ = [
+        ("entries", StridedTensor), ("lens", StridedTensor),
+        *_enum_values("dtype", "lens_dtype", "length", "heads", "block", "causal"),
+    ]  # fmt: skip
+
+
+class KeySet(Structure):
+    _fields_ = [
+        *_enum_values("num_keys", "num_values"), ("keys", PagedMatrix * 2), ("values", PagedMatrix * 2),
+        ("page_table", IndexTensor), *_enum_values("max_pages", "num_pages", "page_size"), ("k_scale", Scale),
+        ("v_scale", Scale), ("lists", KeyLists),
     ]  # fmt: skip
 
 
@@ -48,14 +63,12 @@ class RowTransform(Structure):
 
 class Attention(Structure):
     _fields_ = [
-        ("num_keys", c_int64), ("keys", PagedMatrix * 2), ("values", PagedMatrix), ("new_keys", PagedMatrix),
-        ("new_values", PagedMatrix),
-        ("page_table", IndexTensor), ("seq_lens", IndexTensor), ("cu_seqlens_q", IndexTensor),
-        *_enum_values("requests", "rows", "heads", "group", "max_q_len", "max_pages", "num_pages", "page_size"),
-        ("query_dtype", c_int64), ("mask", IndexTensor), *_enum_values("window", "sinks"), ("out", StridedTensor),
-        ("lse", StridedTensor),
-        ("out_dtype", c_int64), ("softcap", c_double), ("softmax_scale", Scale), ("k_scale", Scale),
-        ("v_scale", Scale), ("out_scale", Scale), ("key_transform", RowTransform), ("value_transform", RowTransform),
+        ("num_sets", c_int64), ("sets", KeySet * 2), ("new_keys", PagedMatrix), ("new_values", PagedMatrix),
+        ("seq_lens", IndexTensor), ("cu_seqlens_q", IndexTensor),
+        *_enum_values("requests", "rows", "heads", "group", "max_q_len", "query_dtype"), ("mask", IndexTensor),
+        *_enum_values("window", "sinks"), ("out", StridedTensor), ("lse", StridedTensor), ("max_logits", StridedTensor),
+        *_enum_values("out_dtype", "lse_of_keys"), ("softcap", c_double), ("softmax_scale", Scale),
+        ("out_scale", Scale), ("key_transform", RowTransform), ("value_transform", RowTransform),
         *_enum_values("batch_invariant", "prefill_invariant"),
     ]  # fmt: skip
 
@@ -65,7 +78,7 @@ class RowWrite(Structure):
         ("first", StridedTensor), ("second", StridedTensor), *_enum_values("first_columns", "second_columns", "rotated",
                                                                            "heads", "cached"),
         ("out", StridedTensor), *_enum_values("out_dtype", "scale_kind"), ("scales", StridedTensor),
-        ("multiplier", Scale),
+        *_enum_values("width", "stored_scales", "tail"), ("multiplier", Scale),
         ("transform", RowTransform),
     ]  # fmt: skip
 
@@ -107,10 +120,16 @@ class IndexTopk(Structure):
 
 
 NO_TRANSFORM = RowTransform(NONE, 0, NONE, 0)
+NO_MATRIX = PagedMatrix(StridedTensor(NONE), 0, 0, 0, StridedTensor(NONE))
+
+
+def paged_matrix(codes: StridedTensor, dtype: int, columns: int, query: StridedTensor | None = None) -> PagedMatrix:
+    """Returns rows without scales of their own, from the first byte on."""
+    return PagedMatrix(codes, 0, dtype, columns, StridedTensor(NONE), 0, 0, query or StridedTensor(NONE))
 
 
 class Report(Structure):
-    _fields_ = [*_enum_values("fault", "request"), ("values", c_int64 * 2)]
+    _fields_ = [*_enum_values("fault", "request"), ("values", c_int64 * 2), ("at", c_int64 * 3)]
 
 
 class CallFacts:
@@ -135,8 +154,8 @@ class CallFacts:
         if self.at(name) == NONE:
             return StridedTensor(NONE)
         strides = self.strides(name)
-        dims = 3 if name.endswith("_cache") or name in ("ckv", "kpe") else 2
-        if not has_heads or (dims == 2 and len(strides) == 2 and name != "lse"):
+        dims = 3 if name.endswith(("_cache", "ckv", "kpe")) else 2
+        if not has_heads or (dims == 2 and len(strides) == 2 and name not in ("lse", "max_logits")):
             dims -= 1
         return StridedTensor(self.at(name), (c_int64 * 3)(*strides[:dims]))
 
@@ -144,6 +163,20 @@ class CallFacts:
         if self.at(name) == NONE:
             return IndexTensor(NONE)
         return IndexTensor(self.at(name), self.dtype(name), self.strides(name)[0])
+
+    def key_lists(self, of: str, *, causal: bool) -> KeyLists:
+        """Returns the lists [T, n] or [T, Hx, n] of a set of keys."""
+        lists = getattr(self.f, f"{of}indices")
+        if lists is None:
+            return KeyLists(StridedTensor(NONE))
+        (token, *head, entry), lens = self.strides(f"{of}indices"), self.strides(f"{of}index_lens")
+        heads = lists.shape[1] if head else 1
+        return KeyLists(
+            StridedTensor(self.at(f"{of}indices"), (token, head[0] if heads > 1 else 0, entry)),
+            StridedTensor(self.at(f"{of}index_lens"), (c_int64 * 3)(*lens[: 2 if heads > 1 else 1])),
+            self.dtype(f"{of}indices"), self.dtype(f"{of}index_lens") if lens else 0, lists.shape[-1], heads,
+            1 if of else self.f.block_size, causal,
+        )  # fmt: skip
 
     def row_transform(self, side: str) -> RowTransform:
         """Returns the rotation and channel scales of stored rows of "k" or "v"."""

@@ -7,10 +7,10 @@
 
 // Encoding of a tensor's numbers, or of a format's codes. INT4: x ≈ (code - zero point) * scale, the zero point in the
 // four lowest bits of the scale.
-enum Dtype : int64_t { F32, BF16, F16, E4M3, E5M2, INT8, E2M1, INT4, I32, I64, U32 };
+enum Dtype : int64_t { F32, BF16, F16, E4M3, E5M2, INT8, E2M1, INT4, I32, I64, U32, E8M0 };
 
 // Granularity of a scale.
-enum ScaleKind : int64_t { NO_SCALE, TENSOR_SCALE, ROW_SCALE, BLOCK_SCALE, GROUP_SCALE };
+enum ScaleKind : int64_t { NO_SCALE, TENSOR_SCALE, ROW_SCALE, BLOCK_SCALE, GROUP_SCALE, UE8M0_SCALE };
 
 // An index tensor: [n], or [n, m] with the stride of the first dimension.
 struct IndexTensor {
@@ -31,10 +31,30 @@ struct Scale {
 // A paged tensor that attention reads: codes, and a scale for every `width` columns of a row (0: no scales).
 struct PagedMatrix {
     StridedTensor codes;
+    int64_t first_byte;  // of a row's codes
     int64_t dtype, columns;
     StridedTensor scales;
     int64_t width, scale_dtype;
-    StridedTensor query;  // keys only: the query columns multiplied with these
+    StridedTensor query;  // keys only: the query columns multiplied with these, from `query_column` on
+    int64_t query_column;
+};
+
+// Lists of keys of each row. An entry is `block` consecutive positions of the row's request, or a slot where there is no
+// page table; negative: none.
+struct KeyLists {
+    StridedTensor entries, lens;  // [token, head, entry]; [token, head]: used entries, or none: all
+    int64_t dtype, lens_dtype, length, heads, block;
+    int64_t causal;  // positions past a row's own are not seen
+};
+
+// Keys and values of a cache; those of `keys` side by side make up a key, and likewise a value.
+struct KeySet {
+    int64_t num_keys, num_values;
+    PagedMatrix keys[2], values[2];
+    IndexTensor page_table;
+    int64_t max_pages, num_pages, page_size;
+    Scale k_scale, v_scale;
+    KeyLists lists;
 };
 
 // Transform of stored K/V rows: Hadamard rotation in blocks of `block` columns with `signs`, and `channels` scales,
@@ -44,18 +64,18 @@ struct RowTransform {
 };
 
 struct Attention {
-    int64_t num_keys;  // matrices whose columns make up a key
-    PagedMatrix keys[2], values;
+    int64_t num_sets;  // of keys, in one softmax; two only with lists
+    KeySet sets[2];
     PagedMatrix new_keys, new_values;  // [token, -, head]: the new tokens' unquantized rows, or none
-    IndexTensor page_table, seq_lens, cu_seqlens_q;
-    int64_t requests, rows, heads, group, max_q_len, max_pages, num_pages, page_size;
+    IndexTensor seq_lens, cu_seqlens_q;
+    int64_t requests, rows, heads, group, max_q_len;
     int64_t query_dtype;
     IndexTensor mask;
     int64_t window, sinks;
-    StridedTensor out, lse;
-    int64_t out_dtype;
+    StridedTensor out, lse, max_logits;
+    int64_t out_dtype, lse_of_keys;  // lse without the sinks
     double softcap;
-    Scale softmax_scale, k_scale, v_scale, out_scale;
+    Scale softmax_scale, out_scale;
     RowTransform key_transform, value_transform;
     int64_t batch_invariant;  // keys of a request are split by its own length alone
     int64_t prefill_invariant;  // and at fixed positions; rows do not depend on each other
@@ -69,6 +89,7 @@ struct RowWrite {
     StridedTensor out;
     int64_t out_dtype, scale_kind;
     StridedTensor scales;  // stored beside the codes
+    int64_t width, stored_scales, tail;  // UE8M0_SCALE: columns of a scale; scales of a row; last columns, kept in bf16
     Scale multiplier;
     RowTransform transform;
 };
@@ -113,9 +134,12 @@ struct IndexTopk {
 };
 
 // Fault in the values of an index tensor, and its request; `values` go into the error message.
-enum Fault : int64_t { NO_FAULT, TOO_LONG, ROWS_OUTSIDE, TOO_MANY_ROWS, PAGE_OUTSIDE, NO_MEMORY, PREFIX_TOO_LONG, TOO_MANY_KEYS };
+enum Fault : int64_t {
+    NO_FAULT, TOO_LONG, ROWS_OUTSIDE, TOO_MANY_ROWS, PAGE_OUTSIDE, NO_MEMORY, PREFIX_TOO_LONG, TOO_MANY_KEYS,
+    ENTRY_OUTSIDE, POSITION_OUTSIDE, LISTED_PAGE_OUTSIDE,  // of lists: `request` is the set, `at` row, head, entry
+};
 struct Report {
-    int64_t fault, request, values[2];
+    int64_t fault, request, values[2], at[3];
 };
 
 using Addresses = char* const*;

@@ -110,6 +110,7 @@ struct AppendRun {
                 if (s.out_dtype == INT4) return store(address_in(s.scales), quantize_store_int4_row_and_return_scale(x, n, codes, out));
                 return store(address_in(s.scales), quantize_store_row_and_return_scale(x, n, s.out_dtype, out));
             case BLOCK_SCALE: return quantize_and_store_nvfp4_row(s, head, x, n, codes, out, address_in(s.scales));
+            case UE8M0_SCALE: return quantize_and_store_ue8m0_row(s, x, n, out, address_in(s.scales));
             case GROUP_SCALE: return quantize_and_store_row_by_128_columns(x, n, s.out_dtype, out, address_in(s.scales));
         }
     }
@@ -198,11 +199,27 @@ struct AppendRun {
         return from_bits((bits(scale) & ~15u) | zero);
     }
 
+    static float next_power_of_two(float x) { return from_bits((bits(x) + 0x007FFFFF) & 0x7F800000); }
+
+    // Exponents of scales, zeros behind them; the last columns of a row stay in bf16, behind its codes.
+    static void quantize_and_store_ue8m0_row(const RowWrite& s, float* x, int64_t n, char* out, char* scales) {
+        int64_t codes = n - s.tail;
+        memset(scales, 0, s.stored_scales);
+        for (int64_t i = 0; i < codes; i += s.width) {
+            float most = abs_max_ignoring_nan(x + i, s.width), scale = next_power_of_two((most > 1e-4f ? most : 1e-4f) / 448.0f);
+            store(scales + i / s.width, static_cast<uint8_t>(bits(scale) >> 23));
+            float by = 1.0f / scale;
+            for (int64_t j = i; j < i + s.width; j++) x[j] *= by;
+        }
+        write_floats(x, E4M3, out, codes);
+        write_floats(x + codes, BF16, out + codes, s.tail);
+    }
+
     static void quantize_and_store_row_by_128_columns(float* x, int64_t n, int64_t dtype, char* out, char* scales) {
         for (int64_t i = 0; i < n; i += 128) {
             float scale = abs_max_ignoring_nan(x + i, 128) / 448.0f;
             scale = scale > 1e-4f ? scale : 1e-4f;
-            scale = from_bits((bits(scale) + 0x007FFFFF) & 0x7F800000);  // the next power of two
+            scale = next_power_of_two(scale);
             store(scales + i / 128 * 4, scale);
             float by = 1.0f / scale;
             for (int64_t j = i; j < i + 128; j++) x[j] *= by;

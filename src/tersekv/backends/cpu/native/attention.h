@@ -2,88 +2,46 @@
 // Mask, softmax and rescale: `step`; combine: `attention_run.h`; no copies to wait for, only prefetches.
 #pragma once
 
-#include "online_softmax.h"
+#include "key_lists.h"
+#include "tiles.h"
 #include "small_m.h"
 #include "row_transform.h"
 #include "probabilities.h"
 
 namespace {
 
-constexpr int64_t MAX_BLOCK_M = 64;  // query rows of a KV head in one work item
-constexpr int64_t MAX_SMALL_M = 8;    // … with `small_m.h`
-
 // A work tile, done by one thread: rows [row, row + rows) of a request's drafts × group, of KV heads
-// [head, head + heads), over the keys [begin, end).
+// [head, head + heads), over the keys [begin, end) of a set.
 struct WorkItem {
-    int64_t request, row, rows, head, heads, begin, end;
+    int64_t request, set, row, rows, head, heads, begin, end;
     int64_t first_key;  // keys before it are masked for all rows, and not read: `begin` may be a split's
     bool small_m;  // uses `small_m.h`
     int64_t state;  // index of its split's partial state; -1: not split
     int64_t combine;
 };
 
-// Softmax state of rows: acc_o [rows, stride], and a row_max and row_sum for each. Behind a row's acc_o, one sum of |P|
-// per scale of a value: the reference for `pack_p_and_test_rounding`'s test of rounding errors.
-struct State {
-    float* values;
-    SoftmaxState* softmax;
-    int64_t stride;
-};
-
+// With lists, each row is a request, or the heads of a row that share a list.
 struct Request {
     int64_t keys, row, rows;  // rows of q from `row` on
+    int64_t head, heads;
+    int64_t table_row, last;  // lists: row of the page tables, or −1; the row's own position
+    int64_t extra_keys;       // of the second set
 };
+
+inline bool has_lists(const Attention& c) { return c.sets[0].lists.entries.tensor >= 0; }
+
+inline KeyList list_of(const Attention& c, Addresses at, const Request& r, int64_t set) {
+    const KeySet& s = c.sets[set];
+    bool slots = s.page_table.tensor < 0, known = slots || r.table_row >= 0;
+    int64_t room = saturating_product(slots ? s.num_pages : s.max_pages, s.page_size);
+    return KeyList(s, at, r.row, r.head, known && !slots ? r.table_row : 0, known ? (s.lists.causal ? r.last : room - 1) : -1);
+}
 
 // Returns the window of a request's rows; 0 if it holds all keys, so that numbers computed from it stay small.
 inline int64_t window_or_zero_if_all(const Attention& c, int64_t keys) { return c.window < keys ? c.window : 0; }
 
-// Sizes of a work item's tiles, in words of four bytes, and their memory. They depend on the call alone.
-template <class Packing>
-struct Tiles {
-    bool small_m;  // the layout of `small_m.h`
-    int64_t query_units, value_columns, value_stride, state_stride, num_key_scales, num_value_scales;
-    uint32_t *queries, *keys, *values, *packed_p, *shifts;
-    float *scores, *scales, *query_sums;
-    State item_state;
-
-    // Returns the scales per row; 0 where small_m applies e2m1's block scales itself.
-    int64_t num_row_scales(const PagedMatrix& m) const { return m.width && !(small_m && m.dtype == E2M1) ? m.columns / m.width : 0; }
-
-    Tiles(const Attention& c, bool is_small_m) : small_m(is_small_m), query_units(0), num_key_scales(0) {
-        int64_t step = small_m ? 64 : 16;
-        for (int64_t i = 0; i < c.num_keys; i++) {
-            query_units += (small_m ? round_up(c.keys[i].columns, step) : c.keys[i].columns) / Packing::VALUES;
-            num_key_scales = num_row_scales(c.keys[i]) > num_key_scales ? num_row_scales(c.keys[i]) : num_key_scales;
-        }
-        value_stride = round_up(c.values.columns, step);
-        value_columns = small_m ? value_stride : c.values.columns;
-        num_value_scales = num_row_scales(c.values);
-        state_stride = value_stride + round_up(num_value_scales > 1 ? num_value_scales : 1, 16);
-    }
-
-    // Places all tiles in `memory`, unless null. Returns the bytes needed by an item of `heads` with `rows` each.
-    size_t allocate(char* memory, int64_t heads, int64_t rows) {
-        int64_t most = heads * (small_m ? MAX_SMALL_M : rows);
-        size_t p = 0;
-        auto reserve = [&p, memory](int64_t units) {
-            size_t start = p;
-            p += round_up(units * 4, 64);
-            return memory == nullptr ? nullptr : memory + start;
-        };
-        queries = reinterpret_cast<uint32_t*>(reserve(most * query_units));
-        keys = reinterpret_cast<uint32_t*>(reserve(query_units * BLOCK_N));
-        values = reinterpret_cast<uint32_t*>(reserve(BLOCK_N / Packing::VALUES * value_stride));
-        packed_p = reinterpret_cast<uint32_t*>(reserve(MAX_BLOCK_M * BLOCK_N / Packing::VALUES));
-        scores = reinterpret_cast<float*>(reserve(MAX_BLOCK_M * BLOCK_N));
-        scales = reinterpret_cast<float*>(reserve((num_key_scales > num_value_scales ? num_key_scales : num_value_scales) * BLOCK_N));
-        query_sums = reinterpret_cast<float*>(reserve(most));
-        shifts = reinterpret_cast<uint32_t*>(reserve(BLOCK_N));
-        item_state.values = reinterpret_cast<float*>(reserve(most * state_stride));
-        item_state.softmax = reinterpret_cast<SoftmaxState*>(reserve(most * 2));
-        item_state.stride = state_stride;
-        return p;
-    }
-};
+// Returns whether items multiply their acc_o by the scale of their own values: not all values have one.
+inline bool scales_own_values(const Attention& c) { return c.new_keys.codes.tensor >= 0 || c.num_sets > 1; }
 
 inline float load_scale_or_host_value(const Scale& s, Addresses at, int64_t head) {
     return s.tensor < 0 ? static_cast<float>(s.value) : load<float>(at[s.tensor] + 4 * head * s.stride);
@@ -92,11 +50,12 @@ inline float load_scale_or_host_value(const Scale& s, Addresses at, int64_t head
 // Packs query row `row`, rotated like the cached keys if `transformed`. Returns the sum of its columns. bf16 pairs are
 // exact: they are used for queries of at most 8 significant bits.
 template <class Packing>
-float pack_query(const Attention& c, Addresses at, int64_t row, int64_t head, bool transformed, uint32_t* out) {
+float pack_query(const Attention& c, const KeySet& keys, Addresses at, int64_t row, int64_t head, bool transformed, uint32_t* out) {
     float x[MAX_TRANSFORMED_COLUMNS], sum = 0.0f;
-    for (int64_t i = 0; i < c.num_keys; i++) {
-        const PagedMatrix& m = c.keys[i];
-        const char* p = at[m.query.tensor] + row * m.query.strides[0] + head * m.query.strides[1];
+    int64_t size = c.query_dtype == F32 ? 4 : c.query_dtype == E4M3 || c.query_dtype == E5M2 ? 1 : 2;
+    for (int64_t i = 0; i < keys.num_keys; i++) {
+        const PagedMatrix& m = keys.keys[i];
+        const char* p = at[m.query.tensor] + row * m.query.strides[0] + head * m.query.strides[1] + m.query_column * size;
         if (transformed && is_transformed(c.key_transform)) {
             read_floats(p, c.query_dtype, x, m.columns);
             scale_and_rotate_query(c.key_transform, at, head / c.group, x, m.columns);
@@ -104,7 +63,6 @@ float pack_query(const Attention& c, Addresses at, int64_t row, int64_t head, bo
             for (int64_t j = 0; j < m.columns; j++) sum += x[j];
             continue;
         }
-        int64_t size = c.query_dtype == F32 ? 4 : c.query_dtype == E4M3 || c.query_dtype == E5M2 ? 1 : 2;
         for (int64_t begin = 0; begin < m.columns; begin += 64) {
             int64_t n = m.columns - begin < 64 ? m.columns - begin : 64;
             read_floats(p + begin * size, c.query_dtype, x, n);
@@ -130,15 +88,17 @@ struct AttentionItem {
     const Attention& c;
     Addresses at;
     Tiles<Packing> tiles;
+    const KeySet& set;
     // Row offsets of this tile and the next (two buffers), head 0, in each tensor.
-    enum Read { KEYS, ROTARY, VALUES, KEY_SCALES, VALUE_SCALES, NUM_READS };
+    enum Read { KEYS, MORE_KEYS, VALUES, MORE_VALUES, KEY_SCALES, VALUE_SCALES, NUM_READS };
     int64_t offset[2][NUM_READS][BLOCK_N];
     RowPrefetcher ahead[NUM_READS];
     // The current source of keys and values: pages, or the unquantized new rows.
     const PagedMatrix *keys, *values;
     bool in_pages;
 
-    AttentionItem(const Attention& call, Addresses addresses, bool small_m) : c(call), at(addresses), tiles(call, small_m) {}
+    AttentionItem(const Attention& call, Addresses addresses, const WorkItem& item)
+        : c(call), at(addresses), tiles(call, item.small_m), set(call.sets[item.set]) {}
 
     // Computes the state of all rows of an item, head by head.
     void attend_work_item(const WorkItem& item, const Request& request, const State& state) {
@@ -151,13 +111,14 @@ struct AttentionItem {
             int64_t first = mask_args.first > item.begin ? mask_args.first : item.begin;
             old.end = fresh.begin = first < item.end ? first : item.end;
         }
-        keys = c.keys, values = &c.values, in_pages = true;
+        keys = set.keys, values = set.values, in_pages = true;
         pack_queries(item, request);
         mainloop(old, request, mask_args, state);
         for (int64_t i = 0; i < all_rows; i++) restore_order_and_unrotate_acc(item.head + i / item.rows, state.values + i * state.stride);
-        if (c.new_keys.codes.tensor < 0) return;
+        if (!scales_own_values(c)) return;
         for (int64_t i = 0; i < all_rows; i++)
-            scale_acc_and_clear_p_sums(state.values + i * state.stride, load_scale_or_host_value(c.v_scale, at, item.head + i / item.rows));
+            scale_acc_and_clear_p_sums(state.values + i * state.stride, load_scale_or_host_value(set.v_scale, at, item.head + i / item.rows));
+        if (c.new_keys.codes.tensor < 0) return;
         keys = &c.new_keys, values = &c.new_values, in_pages = false;
         if (is_transformed(c.key_transform)) pack_queries(item, request);
         mainloop(fresh, request, mask_args, state);
@@ -172,8 +133,8 @@ private:
     // Finishes acc_o over the pages: columns back in order, rotation and channel scales of V undone.
     void restore_order_and_unrotate_acc(int64_t head, float* row) const {
         if constexpr (Packing::VALUES == 2)
-            if (tiles.small_m) reorder_columns_small_m(Packing(), c.values.dtype, c.values.columns, row);
-        unrotate_and_scale_output(c.value_transform, at, head, row, c.values.columns);
+            if (tiles.small_m) reorder_columns_small_m(Packing(), set.values[0].dtype, set.values[0].columns, row);
+        unrotate_and_scale_output(c.value_transform, at, head, row, value_columns(set));
     }
 
     // Applies the scale of cached values, since new rows have none, and clears the sums of |P|.
@@ -184,27 +145,22 @@ private:
 
     // Main loop over the item's key tiles in the current source, all heads per tile.
     void mainloop(const WorkItem& item, const Request& request, const MaskArgs& mask_args, const State& state) {
-        int64_t buffer = 0;
-        if (item.begin < item.end) find_row_offsets_of_tile(item, request, item.begin, buffer);
-        for (int64_t k = item.begin; k < item.end; k += BLOCK_N, buffer ^= 1) {
-            TilePosition position = {keys_in_tile(item, k), keys_in_tile(item, k + BLOCK_N), buffer, ahead};
-            if (position.next > 0) find_row_offsets_of_tile(item, request, k + BLOCK_N, buffer ^ 1);
+        int64_t buffer = 0, k = item.begin, begin = k, count = find_row_offsets_of_tile(item, request, k, buffer);
+        while (count > 0) {
+            int64_t next_begin = k, next = find_row_offsets_of_tile(item, request, k, buffer ^ 1);
+            TilePosition position = {begin, count, next, buffer, ahead};
             for (int64_t h = 0; h < item.heads; h++) {
                 for (int read = 0; read < NUM_READS; read++) ahead[read] = prefetcher_of_next_tile_part(item, read, h, position);
                 State part = {state.values + h * item.rows * state.stride, state.softmax + h * item.rows, state.stride};
-                attend_tile(item, mask_args, k, position, h, part);
+                attend_tile(item, mask_args, position, h, part);
             }
+            begin = next_begin, count = next, buffer ^= 1;
         }
     }
 
-    static int64_t keys_in_tile(const WorkItem& item, int64_t k) {
-        int64_t remaining = item.end - k;
-        return remaining < 0 ? 0 : remaining < BLOCK_N ? remaining : BLOCK_N;
-    }
-
-    // Keys in this tile and in the next, the half of `offset` for this one, and the prefetchers.
+    // The first key of this tile, keys in it and in the next, the half of `offset` for this one, and the prefetchers.
     struct TilePosition {
-        int64_t count, next, buffer;
+        int64_t begin, count, next, buffer;
         RowPrefetcher* ahead;
     };
 
@@ -220,11 +176,11 @@ private:
             int64_t r = item.row + m, row = request.row + r / c.group, head = (item.head + h) * c.group + r % c.group;
             float& sum = tiles.query_sums[h * item.rows + m];
             if (!tiles.small_m) {
-                sum = pack_query<Packing>(c, at, row, head, in_pages, out + m * tiles.query_units);
+                sum = pack_query<Packing>(c, set, at, row, head, in_pages, out + m * tiles.query_units);
             } else if constexpr (Packing::VALUES == 2) {
-                const StridedTensor& q = c.keys[0].query;
+                const StridedTensor& q = set.keys[0].query;
                 sum = pack_query_small_m(Packing(), at[q.tensor] + row * q.strides[0] + head * q.strides[1], c.query_dtype,
-                                   c.keys[0].columns, c.keys[0].dtype, out + m * tiles.query_units);
+                                   set.keys[0].columns, set.keys[0].dtype, out + m * tiles.query_units);
             }
         }
     }
@@ -233,66 +189,82 @@ private:
         return tiles.queries + h * (tiles.small_m ? MAX_SMALL_M : item.rows) * tiles.query_units;
     }
 
-    void find_row_offsets_of_tile(const WorkItem& item, const Request& request, int64_t k, int64_t buffer) {
-        if (!in_pages) {
-            int64_t row = request.row + k - (request.keys - request.rows);
-            for (int64_t t = 0; t < keys_in_tile(item, k); t++) {
-                offset[buffer][KEYS][t] = (row + t) * keys->codes.strides[0];
-                offset[buffer][VALUES][t] = (row + t) * values->codes.strides[0];
-            }
-            return;
-        }
-        const char* table = at[c.page_table.tensor] + item.request * c.page_table.stride;
-        int64_t count = keys_in_tile(item, k), key = k < item.first_key ? item.first_key : k;
-        int64_t column = key / c.page_size, slot = key % c.page_size;
-        int64_t page = read_index(table, c.page_table.dtype, column);
-        for (int64_t t = 0; t < count; slot += k + t >= item.first_key, t++) {
-            if (slot == c.page_size) {
-                slot = 0;
-                page = read_index(table, c.page_table.dtype, ++column);
-            }
+    // Finds the rows of the tile that begins at key k, and moves k behind it. Returns their number; 0: there are none left.
+    int64_t find_row_offsets_of_tile(const WorkItem& item, const Request& request, int64_t& k, int64_t buffer) {
+        auto found = [&](int64_t t, int64_t page, int64_t slot) {
             for (int read = 0; read < NUM_READS; read++) {
                 const StridedTensor& p = tensor_of(read);
                 offset[buffer][read][t] = page * p.strides[0] + slot * p.strides[1];
             }
+        };
+        if (has_lists(c)) return list_of(c, at, request, item.set).next_keys(k, item.end, BLOCK_N, found);
+        int64_t begin = k, count = item.end - k < BLOCK_N ? item.end - k : BLOCK_N;
+        if (count <= 0) return 0;
+        k += count;
+        if (!in_pages) {
+            int64_t row = request.row + begin - (request.keys - request.rows);
+            for (int64_t t = 0; t < count; t++) found(t, row + t, 0);
+            return count;
+        }
+        const char* table = at[set.page_table.tensor] + item.request * set.page_table.stride;
+        int64_t key = begin < item.first_key ? item.first_key : begin;
+        int64_t column = key / set.page_size, slot = key % set.page_size;
+        int64_t page = read_index(table, set.page_table.dtype, column);
+        for (int64_t t = 0; t < count; slot += begin + t >= item.first_key, t++) {
+            if (slot == set.page_size) {
+                slot = 0;
+                page = read_index(table, set.page_table.dtype, ++column);
+            }
+            found(t, page, slot);
+        }
+        return count;
+    }
+
+    const PagedMatrix& matrix_of(int read) const {
+        switch (read) {
+            case KEYS: case KEY_SCALES: return keys[0];
+            case MORE_KEYS: return set.keys[1];
+            case MORE_VALUES: return set.values[1];
+            default: return values[0];
         }
     }
 
-    const StridedTensor& tensor_of(int read) const {
-        switch (read) {
-            case KEYS: return keys->codes;
-            case ROTARY: return c.keys[1].codes;
-            case VALUES: return values->codes;
-            case KEY_SCALES: return keys->scales;
-            default: return values->scales;
-        }
+    const StridedTensor& tensor_of(int read) const { return read >= KEY_SCALES ? matrix_of(read).scales : matrix_of(read).codes; }
+
+    // Address of head 0's part of the first row.
+    const char* base_of(int read) const {
+        const PagedMatrix& m = matrix_of(read);
+        return read >= KEY_SCALES ? at[m.scales.tensor] : at[m.codes.tensor] + m.first_byte;
     }
 
     Rows rows_of(int read, int64_t head, const TilePosition& position) const {
-        const StridedTensor& p = tensor_of(read);
-        return {at[p.tensor] + head * p.strides[2], offset[position.buffer][read], position.count, position.ahead + read};
+        return {base_of(read) + head * tensor_of(read).strides[2], offset[position.buffer][read], position.count, position.ahead + read};
     }
+
+    // Returns whether values are the keys' rows again, codes or scales: what was loaded as keys is there.
+    bool is_latent() const { return values->codes.tensor == keys->codes.tensor; }
 
     // Returns the part of the next tile's rows, of all heads, to prefetch during this tile's h-th head.
     RowPrefetcher prefetcher_of_next_tile_part(const WorkItem& item, int read, int64_t h, const TilePosition& position) const {
         const StridedTensor& p = tensor_of(read);
-        const PagedMatrix& m = read == ROTARY ? c.keys[1] : read == VALUES || read == VALUE_SCALES ? *values : *keys;
-        bool latent = read == VALUES && p.tensor == keys->codes.tensor;  // loaded as keys already
-        if (position.next == 0 || p.tensor < 0 || latent || (read == ROTARY && (c.num_keys == 1 || !in_pages))) return {};
+        const PagedMatrix& m = matrix_of(read);
+        bool of_values = read == VALUES || read == MORE_VALUES || read == VALUE_SCALES;
+        bool there = read == MORE_KEYS ? in_pages && set.num_keys > 1 : read == MORE_VALUES ? in_pages && set.num_values > 1 : p.tensor >= 0;
+        if (position.next == 0 || !there || (of_values && is_latent())) return {};
         int64_t row = m.columns * bits_of(m.dtype) / 8;
         if (read >= KEY_SCALES) row = m.columns / m.width * (m.scale_dtype == F32 ? 4 : 1);
         int64_t bytes = (item.heads - 1) * p.strides[2] + row;
-        return {at[p.tensor] + item.head * p.strides[2], offset[position.buffer ^ 1][read], h * position.next / item.heads,
+        return {base_of(read) + item.head * p.strides[2], offset[position.buffer ^ 1][read], h * position.next / item.heads,
                 (h + 1) * position.next / item.heads, 0, bytes};
     }
 
-    void attend_tile(const WorkItem& item, const MaskArgs& mask_args, int64_t k, const TilePosition& position, int64_t h, const State& state) {
-        int64_t head = item.head + h, count = position.count, padded = round_up(count, W);
+    void attend_tile(const WorkItem& item, const MaskArgs& mask_args, const TilePosition& position, int64_t h, const State& state) {
+        int64_t head = item.head + h, k = position.begin, count = position.count, padded = round_up(count, W);
         // QK.
         tiles.small_m ? compute_scores_small_m(item, head, h, position) : compute_scores(item, head, h, position);
         int64_t first = item.row / c.group, last = (item.row + item.rows - 1) / c.group;
-        bool whole = mask_args.all_visible(first, last, k, k + count);
-        float factor = load_scale_or_host_value(c.softmax_scale, at, 0) * (in_pages ? load_scale_or_host_value(c.k_scale, at, head) : 1.0f);
+        bool whole = has_lists(c) || mask_args.all_visible(first, last, k, k + count);
+        float factor = load_scale_or_host_value(c.softmax_scale, at, 0) * (in_pages ? load_scale_or_host_value(set.k_scale, at, head) : 1.0f);
         float cap = static_cast<float>(c.softcap);
         // Per row: scale, softcap, mask, online softmax, rescale of acc_o.
         for (int64_t m = 0; m < item.rows; m++) {
@@ -318,9 +290,9 @@ private:
         o.a = queries_of(item, h);
         o.a_stride = tiles.query_units;
         o.b_stride = BLOCK_N, o.c = tiles.scores, o.c_stride = BLOCK_N;
-        for (int64_t i = 0; i < (in_pages ? c.num_keys : 1); i++) {
+        for (int64_t i = 0; i < (in_pages ? set.num_keys : 1); i++) {
             const PagedMatrix& m = keys[i];
-            pack_keys(Packing(), m.dtype, rows_of(i == 0 ? KEYS : ROTARY, head, position), m.columns, tiles.keys);
+            pack_keys(Packing(), m.dtype, rows_of(i == 0 ? KEYS : MORE_KEYS, head, position), m.columns, tiles.keys);
             int64_t groups = m.width ? m.columns / m.width : 1;
             if (m.width) load_scales(m.scale_dtype, rows_of(KEY_SCALES, head, position), groups, tiles.scales);
             o.b = tiles.keys;
@@ -370,16 +342,27 @@ private:
 
     // PV: acc_o += P × values.
     void accumulate_pv(const WorkItem& item, int64_t head, const TilePosition& position, bool whole, const State& state) {
-        const PagedMatrix& m = *values;
+        int64_t column = 0, sum = 0;
+        for (int64_t i = 0; i < (in_pages ? set.num_values : 1); i++) {
+            accumulate_pv_of_matrix(item, head, position, whole, state, i ? MORE_VALUES : VALUES, column, sum);
+            column += values[i].columns, sum += tiles.num_p_sums(values[i]);
+        }
+    }
+
+    // Columns of acc_o from `first` on, and sums of |P| from `first_sum` on, belong to the matrix.
+    void accumulate_pv_of_matrix(const WorkItem& item, int64_t head, const TilePosition& position, bool whole, const State& state,
+                                 int read, int64_t first, int64_t first_sum) {
+        const PagedMatrix& m = matrix_of(read);
         int64_t count = position.count, padded = round_up(count, W);
-        Rows rows = rows_of(VALUES, head, position), by = m.width ? rows_of(VALUE_SCALES, head, position) : Rows{};
+        Rows rows = rows_of(read, head, position), by = m.width ? rows_of(VALUE_SCALES, head, position) : Rows{};
         // Integer codes are never NaN: a P of 0 is enough to mask a value.
         bool straight = tiles.small_m && (whole || m.dtype == INT8 || is_4_bit(m.dtype));
-        if (!straight) pack_v_tile(rows);
-        int64_t factored = tiles.num_row_scales(m), groups = factored ? factored : 1, columns = tiles.value_columns / groups;
-        if (factored) load_scales(m.scale_dtype, by, groups, tiles.scales);
+        if (!straight) pack_v_tile(m, rows);
+        int64_t all_columns = tiles.small_m ? round_up(m.columns, 64) : m.columns;
+        int64_t factored = tiles.num_row_scales(m), groups = factored ? factored : 1, columns = all_columns / groups;
+        if (factored && !is_latent()) load_scales(m.scale_dtype, by, groups, tiles.scales);
         if (m.dtype == INT4) pack_zero_point_shifts(padded);
-        bool finite = whole || straight || v_tile_is_finite(count);
+        bool finite = whole || straight || v_tile_is_finite(count, all_columns);
         Operands o = {};
         o.a = tiles.packed_p, o.a_stride = BLOCK_N / Packing::VALUES;
         o.b_stride = tiles.value_stride, o.c_stride = state.stride;
@@ -388,15 +371,15 @@ private:
         for (int64_t g = 0; g < groups; g++) {
             const float* scales = factored ? tiles.scales + g * BLOCK_N : nullptr;
             if (!finite) {
-                accumulate_pv_masked(item.rows, count, scales, g, columns, state);
+                accumulate_pv_masked(item.rows, count, scales, g * columns, columns, first, first_sum + g, state);
                 continue;
             }
             bool shows = false, row_shows[MAX_BLOCK_M];
             for (int64_t r = 0; r < item.rows; r++)
                 shows |= row_shows[r] = pack_p_and_test_rounding(Packing(), tiles.scores + r * BLOCK_N, scales, padded,
-                                               tiles.packed_p + r * o.a_stride, abs_p_sums_of_row(state, r)[g]);
+                                               tiles.packed_p + r * o.a_stride, abs_p_sums_of_row(state, r)[first_sum + g]);
             o.b = tiles.values + g * columns;
-            o.c = state.values + g * columns;
+            o.c = state.values + first + g * columns;
             auto add = [&](bool rest) {
                 // With P as rounded, so that its rounding error multiplies (code - zero point).
                 float lacks[MAX_BLOCK_M];
@@ -421,8 +404,7 @@ private:
         }
     }
 
-    void pack_v_tile(const Rows& rows) {
-        const PagedMatrix& m = *values;
+    void pack_v_tile(const PagedMatrix& m, const Rows& rows) {
         if (!tiles.small_m) return pack_values(Packing(), m.dtype, rows, m.columns, tiles.values, tiles.value_stride);
         if constexpr (Packing::VALUES == 2)
             unpack_values_small_m(Packing(), m.dtype, rows, m.columns, tiles.values, tiles.value_stride);
@@ -430,12 +412,12 @@ private:
 
     float* abs_p_sums_of_row(const State& state, int64_t row) const { return state.values + row * state.stride + tiles.value_stride; }
 
-    bool v_tile_is_finite(int64_t count) const {
+    bool v_tile_is_finite(int64_t count, int64_t columns) const {
         VecI wrong = {};
         for (int64_t t = 0; t < count; t += Packing::VALUES)
-            for (int64_t i = 0; i < tiles.value_columns; i += W) {
+            for (int64_t i = 0; i < columns; i += W) {
                 VecI x = load<VecI>(tiles.values + t / Packing::VALUES * tiles.value_stride + i);
-                VecI inside = i + W <= tiles.value_columns ? ~VecI{} : lanes_below(tiles.value_columns - i);
+                VecI inside = i + W <= columns ? ~VecI{} : lanes_below(columns - i);
                 wrong |= inside & ((x & INFINITE) == broadcast(static_cast<int32_t>(INFINITE)));
                 if (Packing::VALUES == 2) wrong |= inside & (((x << 16) & INFINITE) == broadcast(static_cast<int32_t>(INFINITE)));
             }
@@ -451,16 +433,17 @@ private:
     }
 
     // PV of a tile with masked keys and non-finite values: skips values with P = 0, even if NaN.
-    void accumulate_pv_masked(int64_t rows, int64_t count, const float* scales, int64_t g, int64_t columns, const State& state) {
+    void accumulate_pv_masked(int64_t rows, int64_t count, const float* scales, int64_t column, int64_t columns, int64_t first, int64_t sum,
+                              const State& state) {
         for (int64_t r = 0; r < rows; r++)
             for (int64_t t = 0; t < count; t++) {
                 float p = tiles.scores[r * BLOCK_N + t];
                 if (p == 0.0f) continue;
                 if (scales != nullptr) p *= scales[t];
-                abs_p_sums_of_row(state, r)[g] += p < 0 ? -p : p;
-                float* acc = state.values + r * state.stride + g * columns;
+                abs_p_sums_of_row(state, r)[sum] += p < 0 ? -p : p;
+                float* acc = state.values + r * state.stride + first + column;
                 for (int64_t i = 0; i < columns; i++)
-                    acc[i] += p * unpack_value(Packing(), tiles.values, tiles.value_stride, t, g * columns + i);
+                    acc[i] += p * unpack_value(Packing(), tiles.values, tiles.value_stride, t, column + i);
             }
     }
 };

@@ -12,13 +12,15 @@ namespace {
 constexpr int64_t CONVERSION = 4, WORTH_A_THREAD = 4 << 20, WORTH_A_TEAM = 1 << 20, MIN_SPLIT_KEYS = 4 * BLOCK_N, ITEMS_PER_THREAD = 4;
 constexpr int64_t BATCH_INVARIANT_SPLIT_KEYS = 32 * BLOCK_N;  // keys of a split
 
-// Returns whether `small_m.h` supports the call: at most one scale per row, or e2m1's block scales.
-inline bool supports_small_m(const Attention& c) {
+constexpr int64_t LIST_ENTRIES_OF_ITEM = 1 << 13;  // entries of lists that a thread checks at a time
+
+// Returns whether `small_m.h` supports a set: at most one scale per row, or e2m1's block scales.
+inline bool supports_small_m(const Attention& c, const KeySet& s) {
     auto known = [](const PagedMatrix& m) {
         bool of_row = m.width == m.columns && m.scale_dtype == F32, of_blocks = m.width == 16 && m.scale_dtype == E4M3;
         return m.dtype == E2M1 ? of_blocks : m.dtype != F16 && (!m.width || of_row);
     };
-    return c.num_keys == 1 && c.new_keys.codes.tensor < 0 && known(c.keys[0]) && known(c.values);
+    return s.num_keys == 1 && s.num_values == 1 && c.new_keys.codes.tensor < 0 && known(s.keys[0]) && known(s.values[0]);
 }
 
 template <class Packing>
@@ -29,7 +31,8 @@ struct AttentionRun {
     Report& report;
     Request* requests;
     WorkItem* items;
-    int64_t num_items, num_splits_total, num_combines, item_heads, max_rows;
+    int64_t num_requests, num_items, num_splits_total, num_combines, item_heads, max_rows;
+    int64_t lists_of_item, first_faulty_list;  // num_requests: none is
     int64_t* remaining;  // per combine: unfinished splits
     int64_t* first_split;
     float* states;
@@ -46,16 +49,19 @@ struct AttentionRun {
     }
 
 private:
-    int64_t num_m_blocks(const Request& r) const { return r.keys > 0 ? (r.rows * c.group + MAX_BLOCK_M - 1) / MAX_BLOCK_M : 0; }
+    int64_t num_m_blocks(const Request& r) const {
+        return r.keys + r.extra_keys > 0 ? (r.rows * c.group + MAX_BLOCK_M - 1) / MAX_BLOCK_M : 0;
+    }
 
-    // Returns the unsplit work item of an m_block: its rows, and the range of keys visible to them.
-    WorkItem make_unsplit_item(int64_t request, int64_t index) const {
+    // Returns the unsplit work item of an m_block over a set: its rows, and the range of keys visible to them.
+    WorkItem make_unsplit_item(int64_t request, int64_t index, int64_t set) const {
         const Request& r = requests[request];
         WorkItem item = {};
-        item.request = request, item.row = index * MAX_BLOCK_M, item.heads = item_heads;
-        item.small_m = Packing::VALUES == 2 && !c.prefill_invariant && r.rows * c.group <= MAX_SMALL_M && supports_small_m(c);
+        item.request = request, item.set = set, item.row = index * MAX_BLOCK_M, item.heads = item_heads < r.heads ? item_heads : r.heads;
+        item.small_m = Packing::VALUES == 2 && !c.prefill_invariant && r.rows * c.group <= MAX_SMALL_M && supports_small_m(c, c.sets[set]);
         item.rows = r.rows * c.group - item.row;
         if (item.rows > MAX_BLOCK_M) item.rows = MAX_BLOCK_M;
+        if (has_lists(c)) return item.end = set ? r.extra_keys : r.keys, item;
         MaskArgs mask_args = {r.keys, r.keys - r.rows, window_or_zero_if_all(c, r.keys), c.mask.tensor < 0 ? nullptr : at[c.mask.tensor], 0};
         item.begin = item.first_key = mask_args.first_visible(item.row / c.group);
         item.end = mask_args.visible_end((item.row + item.rows - 1) / c.group);
@@ -65,30 +71,43 @@ private:
     }
 
     double work_of_item(const WorkItem& item) const {
-        double columns = c.values.columns;
-        for (int64_t i = 0; i < c.num_keys; i++) columns += c.keys[i].columns;
+        const KeySet& set = c.sets[item.set];
+        double columns = value_columns(set);
+        for (int64_t i = 0; i < set.num_keys; i++) columns += set.keys[i].columns;
         return columns * (item.end - item.begin) * item.heads * (item.rows + CONVERSION);
     }
 
+    // Calls f(items) with the unsplit items of each m_block, one a set; one without keys only if none has any.
     template <class F>
-    void for_each_unsplit_item(F f) {
-        for (int64_t b = 0; b < c.requests; b++)
-            for (int64_t i = 0; i < num_m_blocks(requests[b]); i++) f(make_unsplit_item(b, i));
+    void for_each_m_block(F f) {
+        for (int64_t b = 0; b < num_requests; b++)
+            for (int64_t i = 0; i < num_m_blocks(requests[b]); i++) {
+                WorkItem of_sets[2];
+                int64_t n = 0;
+                for (int64_t set = 0; set < c.num_sets; set++)
+                    if (!set || requests[b].extra_keys > 0) of_sets[n++] = make_unsplit_item(b, i, set);
+                bool nothing = n > 1 && of_sets[0].end <= of_sets[0].begin;
+                f(of_sets + nothing, n - nothing);
+            }
     }
 
     bool plan_items() {
-        requests = reinterpret_cast<Request*>(cached_buffer(FOR_REQUESTS, c.requests * sizeof(Request) + 64));
+        num_requests = has_lists(c) ? c.rows * c.sets[0].lists.heads : c.requests;
+        requests = reinterpret_cast<Request*>(cached_buffer(FOR_REQUESTS, num_requests * sizeof(Request) + 64));
         if (requests == nullptr) return report.fault = NO_MEMORY, false;
-        if (!read_and_check_requests()) return false;
+        if (!(has_lists(c) ? read_and_check_lists() : read_and_check_requests())) return false;
         int64_t longest = 0;
-        for (int64_t b = 0; b < c.requests; b++)
-            if (requests[b].keys > 0 && requests[b].rows > longest) longest = requests[b].rows;
+        for (int64_t b = 0; b < num_requests; b++)
+            if (num_m_blocks(requests[b]) > 0 && requests[b].rows > longest) longest = requests[b].rows;
         max_rows = longest * c.group < MAX_BLOCK_M ? longest * c.group : MAX_BLOCK_M;
         // Adjacent heads are read together, as long as their state stays small.
-        bool beside = c.heads == 1 || c.values.codes.strides[2] <= c.values.codes.strides[1];
+        const StridedTensor& values = c.sets[0].values[0].codes;
+        bool beside = c.heads == 1 || values.strides[2] <= values.strides[1];
         item_heads = beside && c.heads * max_rows <= MAX_BLOCK_M ? c.heads : 1;
         double total = 0;
-        for_each_unsplit_item([&](const WorkItem& item) { total += work_of_item(item) * (c.heads / item_heads); });
+        for_each_m_block([&](const WorkItem* of_sets, int64_t n) {
+            for (int64_t i = 0; i < n; i++) total += work_of_item(of_sets[i]) * num_head_sets(of_sets[i]);
+        });
         double wanted = total / (has_team() ? WORTH_A_TEAM : WORTH_A_THREAD);
         worth = wanted < threads - 1 ? static_cast<int64_t>(wanted) + 1 : threads;
         double share = worth > 1 ? total / (worth * ITEMS_PER_THREAD) : total;
@@ -100,30 +119,39 @@ private:
             return n > 1 ? n : 1;
         };
         num_items = num_splits_total = num_combines = 0;
-        for_each_unsplit_item([&](const WorkItem& item) {
-            int64_t n = num_splits(item), sets = c.heads / item_heads;
-            num_items += n * sets;
-            if (n > 1) num_splits_total += n * sets, num_combines += sets;
+        for_each_m_block([&](const WorkItem* of_sets, int64_t n) {
+            int64_t splits = 0, head_sets = num_head_sets(of_sets[0]);
+            for (int64_t i = 0; i < n; i++) splits += num_splits(of_sets[i]);
+            num_items += splits * head_sets;
+            if (splits > 1) num_splits_total += splits * head_sets, num_combines += head_sets;
         });
         if (!allocate_items_and_states()) return report.fault = NO_MEMORY, false;
-        int64_t i = 0, split = 0, combine = 0;
-        for_each_unsplit_item([&](WorkItem item) {
-            int64_t n = num_splits(item), begin = item.begin, end = item.end;
-            int64_t length = c.prefill_invariant ? BATCH_INVARIANT_SPLIT_KEYS : round_up((end - begin + n - 1) / n, BLOCK_N);
-            for (item.head = 0; item.head < c.heads; item.head += item_heads) {
-                if (n > 1) first_split[combine] = split, remaining[combine] = n;
-                for (int64_t p = 0; p < n; p++) {
-                    item.begin = begin + p * length < end ? begin + p * length : end;
-                    item.end = item.begin + length < end ? item.begin + length : end;
-                    item.state = n > 1 ? split++ : -1;
-                    item.combine = combine;
-                    items[i++] = item;
+        int64_t index = 0, split = 0, combine = 0;
+        for_each_m_block([&](const WorkItem* of_sets, int64_t n) {
+            int64_t splits = 0, head = requests[of_sets[0].request].head;
+            for (int64_t i = 0; i < n; i++) splits += num_splits(of_sets[i]);
+            for (int64_t h = 0; h < num_head_sets(of_sets[0]); h++, head += of_sets[0].heads) {
+                if (splits > 1) first_split[combine] = split, remaining[combine] = splits;
+                for (int64_t i = 0; i < n; i++) {
+                    WorkItem item = of_sets[i];
+                    int64_t begin = item.begin, end = item.end, parts = num_splits(item);
+                    int64_t length = c.prefill_invariant ? BATCH_INVARIANT_SPLIT_KEYS : round_up((end - begin + parts - 1) / parts, BLOCK_N);
+                    item.head = head, item.combine = combine;
+                    for (int64_t p = 0; p < parts; p++) {
+                        item.begin = begin + p * length < end ? begin + p * length : end;
+                        item.end = item.begin + length < end ? item.begin + length : end;
+                        item.state = splits > 1 ? split++ : -1;
+                        items[index++] = item;
+                    }
                 }
-                if (n > 1) combine++;
+                if (splits > 1) combine++;
             }
         });
         return true;
     }
+
+    // Returns how many items a request's heads are divided into.
+    int64_t num_head_sets(const WorkItem& item) const { return requests[item.request].heads / item.heads; }
 
     bool allocate_items_and_states() {
         const bool each[] = {false, true};
@@ -154,9 +182,11 @@ private:
     // Reads and checks lengths, rows and pages, and stores the rows without keys. Lengths and offsets may be any
     // numbers until they are checked.
     bool read_and_check_requests() {
-        int64_t next = 0, room = saturating_product(c.max_pages, c.page_size);
+        const KeySet& set = c.sets[0];
+        int64_t next = 0, room = saturating_product(set.max_pages, set.page_size);
         for (int64_t b = 0; b < c.requests; b++) {
             Request& r = requests[b];
+            r = {}, r.heads = c.heads;
             r.keys = read_index(at[c.seq_lens.tensor], c.seq_lens.dtype, b);
             bool ragged = c.cu_seqlens_q.tensor >= 0;
             const char* starts = ragged ? at[c.cu_seqlens_q.tensor] : nullptr;
@@ -173,10 +203,10 @@ private:
             if (r.row < 0 || stop > c.rows) return report_fault(ROWS_OUTSIDE, b, r.row, stop);
             if (r.rows > c.max_q_len) return report_fault(TOO_MANY_ROWS, b, r.rows, c.max_q_len);
             MaskArgs mask_args = {r.keys, r.keys - r.rows, window_or_zero_if_all(c, r.keys), nullptr, 0};
-            const char* table = at[c.page_table.tensor] + b * c.page_table.stride;
-            for (int64_t i = mask_args.first_visible(0) / c.page_size, used = paged / c.page_size + (paged % c.page_size > 0); i < used; i++) {
-                int64_t page = read_index(table, c.page_table.dtype, i);
-                if (page < 0 || page >= c.num_pages) return report_fault(PAGE_OUTSIDE, b, c.num_pages, page);
+            const char* table = at[set.page_table.tensor] + b * set.page_table.stride;
+            for (int64_t i = mask_args.first_visible(0) / set.page_size, used = paged / set.page_size + (paged % set.page_size > 0); i < used; i++) {
+                int64_t page = read_index(table, set.page_table.dtype, i);
+                if (page < 0 || page >= set.num_pages) return report_fault(PAGE_OUTSIDE, b, set.num_pages, page);
             }
         }
         for (int64_t b = 0; b < c.requests; b++) {
@@ -190,15 +220,75 @@ private:
         return true;
     }
 
+    // Makes a request of each row, or of each of its lists, and checks their entries.
+    bool read_and_check_lists() {
+        int64_t lists = c.sets[0].lists.heads, b = 0, entries = 0;
+        bool ragged = c.cu_seqlens_q.tensor >= 0;
+        auto start = [&](int64_t i) { return ragged ? read_index(at[c.cu_seqlens_q.tensor], c.cu_seqlens_q.dtype, i) : i * c.max_q_len; };
+        for (int64_t t = 0; t < c.rows; t++) {
+            while (b < c.requests && t >= start(b + 1)) b++;
+            bool known = b < c.requests && t >= start(0);
+            int64_t last = -1;
+            if (known && c.seq_lens.tensor >= 0)
+                last = saturating_difference(read_index(at[c.seq_lens.tensor], c.seq_lens.dtype, b), saturating_difference(start(b + 1), t));
+            for (int64_t h = 0; h < lists; h++) {
+                Request& r = requests[t * lists + h];
+                r = {}, r.row = t, r.rows = 1, r.head = h, r.heads = c.heads / lists, r.table_row = known ? b : -1, r.last = last;
+            }
+        }
+        for (int64_t i = 0; i < c.num_sets; i++) entries += c.sets[i].lists.length;
+        int64_t step = LIST_ENTRIES_OF_ITEM / (entries > 1 ? entries : 1) + 1;
+        lists_of_item = step, first_faulty_list = num_requests;
+        parallel_for((num_requests + step - 1) / step, num_requests * entries > 2 * LIST_ENTRIES_OF_ITEM ? threads : 1, threads, check_lists_of_item, this);
+        if (first_faulty_list < num_requests) {
+            Request& r = requests[first_faulty_list];
+            for (int64_t i = 0; i < c.num_sets && report.fault == NO_FAULT; i++) count_keys(r, i, report);
+            report.at[0] = r.row, report.at[1] = lists > 1 ? r.head : -1;
+            return false;
+        }
+        for (int64_t i = 0; i < num_requests; i++)
+            if (num_m_blocks(requests[i]) == 0) store_empty_output_row(requests[i].row, requests[i].head, requests[i].heads);
+        return true;
+    }
+
+    static void check_lists_of_item(void* context, int64_t item) {
+        AttentionRun& self = *static_cast<AttentionRun*>(context);
+        int64_t begin = item * self.lists_of_item, end = begin + self.lists_of_item;
+        for (int64_t i = begin; i < end && i < self.num_requests; i++) {
+            Request& r = self.requests[i];
+            Report found = {};
+            r.keys = self.count_keys(r, 0, found);
+            r.extra_keys = self.c.num_sets > 1 ? self.count_keys(r, 1, found) : 0;
+            int64_t old = __atomic_load_n(&self.first_faulty_list, __ATOMIC_RELAXED);
+            while (found.fault != NO_FAULT && i < old && !__atomic_compare_exchange_n(&self.first_faulty_list, &old, i, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+        }
+    }
+
+    // Returns the keys of a request's list, up to the last that is seen; `found` reports a wrong entry.
+    int64_t count_keys(const Request& r, int64_t set, Report& found) const {
+        const KeyLists& l = c.sets[set].lists;
+        int64_t used = l.length;
+        if (l.lens.tensor >= 0) {
+            int64_t n = read_index(at[l.lens.tensor] + r.row * l.lens.strides[0] + r.head * l.lens.strides[1], l.lens_dtype, 0);
+            used = n < used ? n : used;
+        }
+        int64_t keys = used > 0 ? list_of(c, at, r, set).check_and_count_keys(used, found) : 0;
+        if (keys < 0) found.request = set;
+        return keys;
+    }
+
     void store_empty_output_rows(int64_t from, int64_t to) {
-        for (int64_t t = from; t < to; t++)
-            for (int64_t h = 0; h < c.heads * c.group; h++) store_output_row_and_lse(t, h, nullptr, {NEGATIVE_INFINITY, 0.0f}, 0.0f);
+        for (int64_t t = from; t < to; t++) store_empty_output_row(t, 0, c.heads);
+    }
+
+    void store_empty_output_row(int64_t row, int64_t head, int64_t heads) {
+        for (int64_t h = head * c.group; h < (head + heads) * c.group; h++) store_output_row_and_lse(row, h, nullptr, {NEGATIVE_INFINITY, 0.0f}, 0.0f);
     }
 
     static void attend_and_combine_if_last(void* context, int64_t index) {
         AttentionRun& self = *static_cast<AttentionRun*>(context);
         const WorkItem& item = self.items[index];
-        AttentionItem<Packing> attend(self.c, self.at, item.small_m);
+        AttentionItem<Packing> attend(self.c, self.at, item);
         char* memory = cached_buffer(FOR_ITEM, self.tile_bytes);
         if (memory == nullptr) return __atomic_store_n(&self.no_memory, true, __ATOMIC_RELAXED);
         attend.tiles.allocate(memory, self.item_heads, self.max_rows);
@@ -236,7 +326,7 @@ private:
     void store_outputs_of_item(const WorkItem& item, const State& state) {
         const Request& r = requests[item.request];
         for (int64_t h = 0; h < item.heads; h++) {
-            float scale = c.new_keys.codes.tensor < 0 ? load_scale_or_host_value(c.v_scale, at, item.head + h) : 1.0f;
+            float scale = scales_own_values(c) ? 1.0f : load_scale_or_host_value(c.sets[0].v_scale, at, item.head + h);
             float factor = scale * load_scale_or_host_value(c.out_scale, at, 0);
             for (int64_t m = 0; m < item.rows; m++) {
                 int64_t row = item.row + m, i = h * item.rows + m;
@@ -260,16 +350,18 @@ private:
             top = most;
         }
         char* out = at[c.out.tensor] + row * c.out.strides[0] + head * c.out.strides[1];
-        int64_t columns = c.values.columns, size = c.out_dtype == F32 ? 4 : c.out_dtype == E4M3 || c.out_dtype == E5M2 ? 1 : 2;
+        int64_t columns = value_columns(c.sets[0]), size = c.out_dtype == F32 ? 4 : c.out_dtype == E4M3 || c.out_dtype == E5M2 ? 1 : 2;
         float by = seen ? factor / total : 0.0f, x[64];
         for (int64_t begin = 0; begin < columns; begin += 64) {
             int64_t n = columns - begin < 64 ? columns - begin : 64;
             for (int64_t i = 0; i < n; i++) x[i] = seen ? values[begin + i] * by : 0.0f;
             write_floats(x, c.out_dtype, out + begin * size, n);
         }
-        if (c.lse.tensor < 0) return;
-        float lse = seen ? top * LN2 + __builtin_logf(total) : NEGATIVE_INFINITY;
-        store(at[c.lse.tensor] + row * c.lse.strides[0] + head * c.lse.strides[1], lse);
+        auto store_number = [&](const StridedTensor& p, float x) {
+            if (p.tensor >= 0) store(at[p.tensor] + row * p.strides[0] + head * p.strides[1], seen ? x : NEGATIVE_INFINITY);
+        };
+        store_number(c.lse, c.lse_of_keys ? state.top * LN2 + __builtin_logf(state.total) : top * LN2 + __builtin_logf(total));
+        store_number(c.max_logits, state.top * LN2);
     }
 };
 
@@ -277,8 +369,11 @@ private:
 inline bool uses_bf16_products(const Attention& c) {
     auto short_enough = [](int64_t dtype) { return dtype != F32 && dtype != F16; };
     if (is_transformed(c.key_transform)) return false;  // a rotated query has more bits
-    bool codes = short_enough(c.values.dtype) && short_enough(c.query_dtype) && short_enough(c.out_dtype);
-    for (int64_t i = 0; i < c.num_keys; i++) codes = codes && short_enough(c.keys[i].dtype);
+    bool codes = short_enough(c.query_dtype) && short_enough(c.out_dtype);
+    for (int64_t i = 0; i < c.num_sets; i++) {
+        for (int64_t j = 0; j < c.sets[i].num_keys; j++) codes = codes && short_enough(c.sets[i].keys[j].dtype);
+        for (int64_t j = 0; j < c.sets[i].num_values; j++) codes = codes && short_enough(c.sets[i].values[j].dtype);
+    }
     if (c.new_keys.codes.tensor >= 0) codes = codes && short_enough(c.new_keys.dtype);
     return codes;
 }

@@ -37,36 +37,105 @@ struct Taking {
         first = keep_first < k - last ? keep_first : k - last;
     }
 
-    uint32_t radix_key_of_column(const float* scores, int64_t visible, int64_t j) const {
-        return radix_key(scores[j], j < first || j >= visible - last);
-    }
-
     // Returns the number of columns written, without the −1.
     int64_t operator()(const float* scores, int64_t visible, int64_t group, int32_t* out, int64_t columns) const {
-        uint32_t threshold = 1;
-        int64_t ties = visible, count = 0;
-        if (visible > k) threshold = find_threshold_and_ties(scores, visible, ties);
-        for (int64_t j = 0; j < visible; j++) {
-            uint32_t x = radix_key_of_column(scores, visible, j);
-            if (x < threshold || (x == threshold && ties <= 0)) continue;
-            ties -= x == threshold;
-            out[count++] = static_cast<int32_t>(j);
-        }
+        auto key = [&](int64_t j) { return radix_key(scores[j], j < first || j >= visible - last); };
+        Candidates found;
+        int64_t n = visible > SAMPLES ? collect_candidates(scores, visible, found) : -1, count;
+        if (n >= 0) count = take(n, [&](int64_t i) { return found.keys[i]; }, [&](int64_t i) { return found.columns[i]; }, out);
+        else count = take(visible, key, [](int64_t j) { return static_cast<int32_t>(j); }, out);
         if (group >= 0) out[count++] = static_cast<int32_t>(group);
         for (int64_t j = count; j < columns; j++) out[j] = -1;
         return count;
     }
 
+private:
+    static constexpr int64_t SAMPLES = 2048, MOST_CANDIDATES = 8192;
+
+    // Columns whose keys reach a guess of the threshold, ascending.
+    struct Candidates {
+        uint32_t keys[MOST_CANDIDATES + W];
+        int32_t columns[MOST_CANDIDATES + W];
+        int64_t count = 0;
+
+        // Appends those of n <= W columns from j on.
+        void append(const uint32_t* x, uint32_t guess, int64_t j, int64_t n) {
+#if defined(__AVX512F__)
+            __m512i all = _mm512_loadu_si512(x);
+            __mmask16 reached = _mm512_cmpge_epu32_mask(all, _mm512_set1_epi32(static_cast<int>(guess)));
+            reached &= static_cast<__mmask16>((1u << n) - 1);
+            if (reached == 0) return;
+            __m512i at = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(j)), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+            _mm512_storeu_si512(keys + count, _mm512_maskz_compress_epi32(reached, all));
+            _mm512_storeu_si512(columns + count, _mm512_maskz_compress_epi32(reached, at));
+            count += __builtin_popcount(reached);
+#else
+            for (int64_t i = 0; i < n; i++) {
+                keys[count] = x[i], columns[count] = static_cast<int32_t>(j + i);
+                count += x[i] >= guess;
+            }
+#endif
+        }
+    };
+
+    // Returns the number of candidates, which hold all columns that are taken; −1 if the guess was too high or too low.
+    int64_t collect_candidates(const float* scores, int64_t visible, Candidates& found) const {
+        uint32_t guess = guess_threshold(scores, visible), x[W];
+        int64_t middle = visible - last;
+        for (int64_t j = 0, n; j < visible && found.count <= MOST_CANDIDATES - W; j += n) {
+            int64_t end = j < first ? first : j < middle ? middle : visible;
+            n = end - j < W ? end - j : W;
+            bool kept = j < first || j >= middle;
+            if (n == W && !kept) radix_keys(scores + j, x);
+            else for (int64_t i = 0; i < n; i++) x[i] = radix_key(scores[j + i], kept);
+            found.append(x, guess, j, n);
+        }
+        return found.count >= k && found.count <= MOST_CANDIDATES - W ? found.count : -1;
+    }
+
+    // `radix_key` of W columns.
+    static void radix_keys(const float* scores, uint32_t* out) {
+        VecF score = load<VecF>(scores);
+        VecU u = (VecU)(score == 0.0f ? VecF{} : score), key = (VecI)u < 0 ? ~u : u | 0x80000000u;
+        key = score != score ? VecU{} + 1u : key;
+        store(out, score == NEGATIVE_INFINITY ? VecU{} : key);
+    }
+
+    // Returns a number that somewhat more than k keys reach, judged by samples.
+    uint32_t guess_threshold(const float* scores, int64_t visible) const {
+        uint32_t counts[2048] = {};
+        for (int64_t i = 0; i < SAMPLES; i++) counts[radix_key(scores[i * visible / SAMPLES], false) >> 21]++;
+        int64_t rest = SAMPLES * k / visible * 5 / 4 + SAMPLES / 64, bin = 2047;
+        while (bin > 0 && counts[bin] < rest) rest -= counts[bin--];
+        return bin ? static_cast<uint32_t>(bin) << 21 : 1;
+    }
+
+    // Writes the columns that are taken of n, whose keys and columns the functions return. Returns their number.
+    template <class Key, class Column>
+    int64_t take(int64_t n, Key key, Column column, int32_t* out) const {
+        uint32_t threshold = 1;
+        int64_t ties = n, count = 0;
+        if (n > k) threshold = find_threshold_and_ties(n, key, ties);
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t x = key(i);
+            if (x < threshold || (x == threshold && ties <= 0)) continue;
+            ties -= x == threshold;
+            out[count++] = column(i);
+        }
+        return count;
+    }
+
     // Returns the smallest key that is taken; ties: how many of the keys equal to it are.
-    uint32_t find_threshold_and_ties(const float* scores, int64_t visible, int64_t& ties) const {
+    template <class Key>
+    uint32_t find_threshold_and_ties(int64_t n, Key key, int64_t& ties) const {
         static constexpr int SHIFTS[] = {21, 10, 0}, BITS[] = {11, 11, 10};
         uint32_t prefix = 0, mask = 0;
         int64_t rest = k;
         for (int pass = 0; pass < 3; pass++) {
             int64_t counts[2048] = {};
             uint32_t low = (1u << BITS[pass]) - 1;
-            for (int64_t j = 0; j < visible; j++) {
-                uint32_t x = radix_key_of_column(scores, visible, j);
+            for (int64_t i = 0; i < n; i++) {
+                uint32_t x = key(i);
                 counts[x >> SHIFTS[pass] & low] += (x & mask) == prefix && x > 0;
             }
             int64_t bin = low;
@@ -74,7 +143,7 @@ struct Taking {
             prefix |= static_cast<uint32_t>(bin) << SHIFTS[pass];
             mask |= low << SHIFTS[pass];
         }
-        if (prefix == 0) return ties = visible, 1;  // fewer than k may be taken
+        if (prefix == 0) return ties = n, 1;  // fewer than k may be taken
         return ties = rest, prefix;
     }
 };

@@ -51,9 +51,16 @@ inline float decode_element(int64_t dtype, const uint8_t* p, int64_t i) {
         case E4M3: return E4M3_VALUES.of[p[i]];
         case E5M2: return E5M2_VALUES.of[p[i]];
         case INT8: return static_cast<int8_t>(p[i]);
+        case E8M0: return from_bits(p[i] == 0 ? 1u << 22 : p[i] == 255 ? 0x7FC00000u : static_cast<uint32_t>(p[i]) << 23);
         case INT4: return INT4_VALUES[p[i / 2] >> (i % 2 * 4) & 15];
         default: return E2M1_VALUES[p[i / 2] >> (i % 2 * 4) & 15];
     }
+}
+
+// Exponents + 127 → powers of two; 255 is NaN, and 2^-127 subnormal.
+inline VecF decode_e8m0(VecI x) {
+    VecI b = x == 0 ? broadcast(1 << 22) : x << 23;
+    return (VecF)(x == 255 ? broadcast(0x7FC00000) : b);
 }
 
 #if defined(__AVX512F__)
@@ -71,6 +78,7 @@ inline VecF decode(__m256i raw) {
         return (VecF)_mm512_permutexvar_ps(x, _mm512_loadu_ps(DTYPE == INT4 ? INT4_VALUES : E2M1_VALUES));
     }
     if (DTYPE == INT8) return (VecF)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
+    if (DTYPE == E8M0) return decode_e8m0((VecI)_mm512_cvtepu8_epi32(codes));
     if (DTYPE == E5M2) return (VecF)_mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8));
     // The bits of fp16 numbers 2^8 too small; what would be 480 is NaN.
     __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7), _mm256_set1_epi16(~0x4000));
@@ -103,6 +111,7 @@ inline VecF decode(const uint8_t* p) {
     }
     __m128i codes = _mm_loadl_epi64((const __m128i*)p);
     if (DTYPE == INT8) return (VecF)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
+    if (DTYPE == E8M0) return decode_e8m0((VecI)_mm256_cvtepu8_epi32(codes));
     if (DTYPE == E5M2) return (VecF)_mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(codes), 8));
     // The bits of fp16 numbers 2^8 too small; what would be 480 is NaN.
     __m128i half = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7), _mm_set1_epi16(~0x4000));
@@ -189,6 +198,7 @@ inline void pack_values(Fp32Packing, int64_t dtype, const Rows& rows, int64_t co
 // Loads scale g of token t to out[g * BLOCK_N + t]; the last token is repeated.
 inline void load_scales(int64_t dtype, const Rows& rows, int64_t count, float* out) {
     if (dtype == E4M3) return unpack_keys_fp32<E4M3>(rows, count, reinterpret_cast<uint32_t*>(out));
+    if (dtype == E8M0) return unpack_keys_fp32<E8M0>(rows, count, reinterpret_cast<uint32_t*>(out));
     for (int64_t g = 0; g < count; g++, out += BLOCK_N) {
         for (int64_t t = 0; t < rows.count; t++) out[t] = load<float>(rows.of(t) + 4 * g);
         for (int64_t t = rows.count; t < round_up(rows.count, W); t++) out[t] = out[rows.count - 1];
