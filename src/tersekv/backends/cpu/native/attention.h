@@ -172,7 +172,7 @@ private:
     // Finishes acc_o over the pages: columns back in order, rotation and channel scales of V undone.
     void restore_order_and_unrotate_acc(int64_t head, float* row) const {
         if constexpr (Packing::VALUES == 2)
-            if (tiles.small_m) reorder_columns_small_m(Packing(), c.values.dtype, c.values.columns, row);
+            if (tiles.small_m) restore_output_column_order_small_m(Packing(), c.values.dtype, c.values.columns, row);
         unrotate_and_scale_output(c.value_transform, at, head, row, c.values.columns);
     }
 
@@ -223,7 +223,7 @@ private:
                 sum = pack_query<Packing>(c, at, row, head, in_pages, out + m * tiles.query_units);
             } else if constexpr (Packing::VALUES == 2) {
                 const StridedTensor& q = c.keys[0].query;
-                sum = pack_query_small_m(Packing(), at[q.tensor] + row * q.strides[0] + head * q.strides[1], c.query_dtype,
+                sum = pack_query_small_m_and_return_sum(Packing(), at[q.tensor] + row * q.strides[0] + head * q.strides[1], c.query_dtype,
                                    c.keys[0].columns, c.keys[0].dtype, out + m * tiles.query_units);
             }
         }
@@ -388,7 +388,7 @@ private:
         for (int64_t g = 0; g < groups; g++) {
             const float* scales = factored ? tiles.scales + g * BLOCK_N : nullptr;
             if (!finite) {
-                accumulate_pv_masked(item.rows, count, scales, g, columns, state);
+                accumulate_pv_skipping_zero_p(item.rows, count, scales, g, columns, state);
                 continue;
             }
             bool shows = false, row_shows[MAX_BLOCK_M];
@@ -451,16 +451,16 @@ private:
     }
 
     // PV of a tile with masked keys and non-finite values: skips values with P = 0, even if NaN.
-    void accumulate_pv_masked(int64_t rows, int64_t count, const float* scales, int64_t g, int64_t columns, const State& state) {
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t t = 0; t < count; t++) {
+    void accumulate_pv_skipping_zero_p(int64_t num_rows, int64_t num_keys, const float* key_scales, int64_t i_column_group, int64_t group_columns, const State& state) {
+        for (int64_t r = 0; r < num_rows; r++)
+            for (int64_t t = 0; t < num_keys; t++) {
                 float p = tiles.scores[r * BLOCK_N + t];
                 if (p == 0.0f) continue;
-                if (scales != nullptr) p *= scales[t];
-                abs_p_sums_of_row(state, r)[g] += p < 0 ? -p : p;
-                float* acc = state.values + r * state.stride + g * columns;
-                for (int64_t i = 0; i < columns; i++)
-                    acc[i] += p * unpack_value(Packing(), tiles.values, tiles.value_stride, t, g * columns + i);
+                if (key_scales != nullptr) p *= key_scales[t];
+                abs_p_sums_of_row(state, r)[i_column_group] += p < 0 ? -p : p;
+                float* acc = state.values + r * state.stride + i_column_group * group_columns;
+                for (int64_t i = 0; i < group_columns; i++)
+                    acc[i] += p * unpack_value(Packing(), tiles.values, tiles.value_stride, t, i_column_group * group_columns + i);
             }
     }
 };

@@ -11,7 +11,7 @@ from ..parts.dequant import (
     expand_block_scales,
     int4_zero_points,
     log2_and_reciprocal,
-    tile_scale,
+    power_of_2_of_dequant_tile,
 )
 from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
 from ..parts.key_lists import keys_in_range_or_visible, load_page_ids_or_listed_keys, row_offsets
@@ -79,10 +79,10 @@ def load_query_tiles(Q, tokens, heads, m_row, stride_q_t, stride_q_h, rotation, 
             q_tile = (tiles[j] * inv_q_scale[None, :]).to(tl.float16)
             if cfg.K.CODE == INT4:
                 row_total += tl.sum(q_tile.to(tl.float32), 0)
-                q_tile *= tile_scale(1, cfg.K) / tile_scale(j, cfg.K)
+                q_tile *= power_of_2_of_dequant_tile(1, cfg.K) / power_of_2_of_dequant_tile(j, cfg.K)
             q_tiles = q_tiles + (q_tile,)
         if cfg.K.CODE == INT4:
-            q_tiles = q_tiles + (row_total * tile_scale(1, cfg.K),)
+            q_tiles = q_tiles + (row_total * power_of_2_of_dequant_tile(1, cfg.K),)
         return q_tiles, (exponent << 23).to(tl.float32, bitcast=True) * cfg.K_RESIDUAL_SCALE
 
 
@@ -449,6 +449,6 @@ def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, scale, softcap, n_bl
     if cfg.CODE == INT4:
         unscaled = ()
         for j in tl.static_range(PACK):
-            unscaled = unscaled + (acc_o[j] * (1.0 / tile_scale(j, cfg)),)
+            unscaled = unscaled + (acc_o[j] * (1.0 / power_of_2_of_dequant_tile(j, cfg)),)
         acc_o = unscaled
     return row_max, tl.sum(row_sum, 0), acc_o

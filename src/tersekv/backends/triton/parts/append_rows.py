@@ -20,7 +20,7 @@ from .token_rows import (
     load_rope_nope_rows,
     load_rope_position,
     load_rows,
-    load_token_slot,
+    load_slot_or_request_and_position,
     pdl_launch_or_order_loads,
     pdl_wait_and_launch,
     resolve_page_slot,
@@ -70,7 +70,7 @@ def quantize_and_append_rows(
         x = load_code_rows(p_x, o_x, D, D_PAD)
     else:
         x = load_packed_pairs(p_x, o_x, D, D_PAD) if PACKED else load_rows(p_x, o_x, D, D_PAD)
-    token_slot = load_token_slot(token, slot_args)
+    token_slot = load_slot_or_request_and_position(token, slot_args)
     if rope_args[0] is not None:
         position = load_rope_position(token, rope_args)
     pdl_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, False)
@@ -125,7 +125,7 @@ def rope_and_cast_queries(
     if rope_args[0] is not None:
         position = load_rope_position(token, rope_args)
     if ZERO_PADDING:
-        token_slot, _ = load_token_slot(token, slot_args)
+        token_slot, _ = load_slot_or_request_and_position(token, slot_args)
     pdl_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS)
     valid = token[:, None] >= 0
     if rope_args[0] is not None:
@@ -174,7 +174,7 @@ def rope_quantize_and_append_keys(
         a, b = load_rows(p_rope, o_rope, HALF, D_PAD // 2), load_rows(p_rope + HALF, o_rope, HALF, D_PAD // 2)
     else:
         x = load_rope_nope_rows(p_rope, o_rope, p_nope, o_nope, R, D, D_PAD)
-    position, token_slot = load_rope_position(token, rope_args), load_token_slot(token, slot_args)
+    position, token_slot = load_rope_position(token, rope_args), load_slot_or_request_and_position(token, slot_args)
     pdl_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS)
     p_cos_sin_row, has_position = cos_sin_row_ptr_and_mask(position, rope_args)
     if SPLIT_HALVES:

@@ -77,7 +77,7 @@ def combine_kernel(
         m_block = tl.load(SPLIT_METADATA + i_program * METADATA_FIELDS + 3)
         h, i_row = i_program % cfg.HEADS, m_block * cfg.BLOCK_M + i_row_in_block
         if i_row < num_q_rows * cfg.GROUP:
-            row_max, row_sum, acc_o = combine_splits(
+            row_max, row_sum, acc_o = load_and_combine_splits_of_row(
                 SPLIT_WORKSPACE, 2 * i_program, 2 * cfg.HEADS, 1, num_splits, i_row_in_block, cfg
             )
             store_output_row(
@@ -98,7 +98,7 @@ def combine_batch_invariant_kernel(
     request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
     i_row, split_blocks = m_block * cfg.BLOCK_M + i_row_in_block, blocks_per_split(request.num_n_blocks, cfg)
     if (i_row < request.num_q_rows * cfg.GROUP) & (split_blocks < request.num_n_blocks):
-        row_max, row_sum, acc_o = combine_splits(
+        row_max, row_sum, acc_o = load_and_combine_splits_of_row(
             SPLIT_WORKSPACE, i_work_tile * max_splits * cfg.HEADS + h, cfg.HEADS, 0,
             tl.cdiv(request.num_n_blocks, split_blocks), i_row_in_block, cfg,
         )  # fmt: skip
@@ -109,7 +109,7 @@ def combine_batch_invariant_kernel(
 
 
 @triton.jit
-def combine_splits(
+def load_and_combine_splits_of_row(
     SPLIT_WORKSPACE, first_slot, slot_stride, first_slot_offset, num_splits, i_row_in_block, cfg: tl.constexpr
 ):
     """Returns (row_max, row_sum, acc_o) of one row over all splits; the first slot is first_slot +

@@ -137,7 +137,7 @@ def encode_fp8_ds_mla(x, NATIVE_FP8_CAST: tl.constexpr):
 
 
 @triton.jit
-def quantize_and_store_record(
+def quantize_and_store_ue8m0_rows(
     x, p_codes, p_scales, o_codes, o_scales, m_write, D: tl.constexpr, FORMAT: tl.constexpr,
     NATIVE_FP8_CAST: tl.constexpr,
 ):  # fmt: skip
@@ -187,9 +187,9 @@ def encode_int4(y):
 
 
 @triton.jit
-def row_min_max(x, D: tl.constexpr, WIDEN: tl.constexpr):
-    """Returns minimum and maximum of the first D columns of rows [ROWS, C], NaN ignored; WIDEN: include 0."""
-    if WIDEN:
+def row_min_max(x, D: tl.constexpr, INCLUDE_ZERO: tl.constexpr):
+    """Returns minimum and maximum of the first D columns of rows [ROWS, C], NaN ignored; INCLUDE_ZERO: include 0."""
+    if INCLUDE_ZERO:
         return tl.min(tl.where(x < 0, x, 0.0), 1), tl.max(tl.where(x > 0, x, 0.0), 1)
     else:
         valid = (x == x) & (tl.arange(0, x.shape[1])[None, :] < D)
@@ -214,7 +214,7 @@ def quantize_int4(x, scale, zero_point):
 
 
 @triton.jit
-def pack_and_store_int4(p, o_codes, x, scale, zero_point, m_write, D: tl.constexpr):
+def quantize_pack_and_store_int4(p, o_codes, x, scale, zero_point, m_write, D: tl.constexpr):
     """Stores the first D columns of rows x [ROWS, D_PAD] fp32 as bytes of two codes, low nibble first."""
     ROWS: tl.constexpr = x.shape[0]
     D_PAD: tl.constexpr = x.shape[1]
@@ -266,11 +266,11 @@ def quantize_and_store(
         tl.store(p_scales + o_scales + i, scales, mask=m_write & (i < D // 128))
     elif FORMAT.SCALE == UE8M0:
         tl.static_assert(FORMAT.CODE == "e4m3", "a code that has no exponents for scales")
-        quantize_and_store_record(x, p_codes, p_scales, o_codes, o_scales, m_write, D, FORMAT, NATIVE_FP8_CAST)
+        quantize_and_store_ue8m0_rows(x, p_codes, p_scales, o_codes, o_scales, m_write, D, FORMAT, NATIVE_FP8_CAST)
     elif FORMAT.CODE == "int4" and FORMAT.SCALE == TOKEN_HEAD:
         row_min, row_max = row_min_max(x, D, FORMAT.WIDEN)
         scale, zero_point, stored_scale = int4_scale_and_zero_point(row_min, row_max)
-        pack_and_store_int4(p_codes, o_codes, x, scale, zero_point, m_write, D)
+        quantize_pack_and_store_int4(p_codes, o_codes, x, scale, zero_point, m_write, D)
         tl.store(p_scales + o_scales, stored_scale[:, None], mask=m_write)
     elif FORMAT.SCALE == TOKEN_HEAD:
         tl.static_assert(FORMAT.CODE == "int8" or FORMAT.CODE == "e4m3", "a code that has no scale of a row")
@@ -301,8 +301,8 @@ def quantize_and_store_halves(
         scale, zero_point, stored_scale = int4_scale_and_zero_point(
             tl.minimum(row_min, row_min_y), tl.maximum(row_max, row_max_y)
         )
-        pack_and_store_int4(p_codes, o_codes, x, scale, zero_point, m_write, HALF)
-        pack_and_store_int4(p_codes + HALF // 2, o_codes, y, scale, zero_point, m_write, HALF)
+        quantize_pack_and_store_int4(p_codes, o_codes, x, scale, zero_point, m_write, HALF)
+        quantize_pack_and_store_int4(p_codes + HALF // 2, o_codes, y, scale, zero_point, m_write, HALF)
         tl.store(p_scales + o_scales, stored_scale[:, None], mask=m_write)
     elif FORMAT.SCALE == TOKEN_HEAD:
         tl.static_assert(FORMAT.CODE == "int8" or FORMAT.CODE == "e4m3", "a code that has no scale of a row")

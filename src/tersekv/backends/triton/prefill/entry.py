@@ -33,10 +33,10 @@ from ..parts.kv_cache_args import (
     cache_stride_args,
     column_constants,
     format_constants,
-    option_constants,
     request_block_size,
     rotation_args,
     why_not_kv_cache,
+    window_sinks_softcap_and_scale_constants,
 )
 from .config import TileConfig, choose_tile_config
 from .kernels import combine_in_order_kernel, prefill_kernel
@@ -180,7 +180,7 @@ def _split_launches(
 def kernel_constants(f: SimpleNamespace, t: TileConfig) -> Constants:
     return Constants(
         **format_constants(f),
-        **option_constants(f),
+        **window_sinks_softcap_and_scale_constants(f),
         **epilogue_and_softmax_scale_constants(f),
         **_shape_and_tile_constants(f, t),
     )

@@ -27,7 +27,7 @@ from .layouts import query_heads_of_rows
 
 # ---- counters of arrived splits: their memory needs no initialization ----
 # A counter is 8 bytes: MARK in its upper 48 bits marks the lower 16 as a count. Any other value is left over and counts
-# as 0: the CTA that reads it stores MARK and 0 (`load_maybe_uninit_counter`, `arrive_inc_and_count_earlier`). The last
+# as 0: the CTA that reads it stores MARK and 0 (`load_maybe_uninit_counter`, `arrive_and_count_earlier_ctas`). The last
 # CTA resets the count to 0, so the next launch may use the counter, and its memory may hold anything in between.
 # Workspace in a CUDA graph thus needs no clearing at replay; leftover bytes look like a count once in 2^48.
 #
@@ -57,14 +57,14 @@ _INIT_COUNTER_PTX = gl.constexpr(
 
 @gluon.jit
 def load_maybe_uninit_counter(p_counter):
-    """Loads the counter; early, so that `arrive_inc_and_count_earlier` need not wait for it."""
+    """Loads the counter; early, so that `arrive_and_count_earlier_ctas` need not wait for it."""
     return gl.inline_asm_elementwise(
         _READ_COUNTER_PTX, "=l,l", [p_counter.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def arrive_inc_and_count_earlier(p_counter, maybe_uninit_value):
+def arrive_and_count_earlier_ctas(p_counter, maybe_uninit_value):
     """Publishes the stores of all threads of this CTA; returns how many CTAs arrived before it.
 
     The last CTA sees the stores of all others. maybe_uninit_value: by `load_maybe_uninit_counter`, in this launch
@@ -284,7 +284,7 @@ def arrive_and_combine_if_last(
         gl.minimum(fan_in, tile_first_range + num_splits - combine_first_range),
     )
     p_counter = split_counter_ptr(SPLIT_WORKSPACE, 0, combine_first_range, tile_first_range, cfg, tile_cfg)
-    is_last = arrive_inc_and_count_earlier(p_counter, maybe_uninit_counter_value) == num_partials - 1
+    is_last = arrive_and_count_earlier_ctas(p_counter, maybe_uninit_counter_value) == num_partials - 1
     # One iteration per level.
     while is_last:
         gl.store(p_counter, COUNTER_ZERO)  # all have arrived
@@ -313,7 +313,7 @@ def arrive_and_combine_if_last(
         if is_last:
             range_step, combine_first_range = fan_in, tile_first_range
             num_partials = (num_splits + fan_in - 1) // fan_in
-            is_last = arrive_inc_and_count_earlier(p_counter, maybe_uninit_counter_value) == num_partials - 1
+            is_last = arrive_and_count_earlier_ctas(p_counter, maybe_uninit_counter_value) == num_partials - 1
 
 
 # ---- the second launch ----

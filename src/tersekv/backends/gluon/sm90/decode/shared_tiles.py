@@ -158,10 +158,10 @@ def store_query_to_smem_and_return_q_scales(
 
 @gluon.jit
 def page_slot_and_validity_of_keys(
-    page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, L: gl.constexpr, cfg: gl.constexpr
+    page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, LAYOUT: gl.constexpr, cfg: gl.constexpr
 ):
     """Returns (page, slot, is valid) of an n_block's keys."""
-    o_key = n_block * cfg.BLOCK_N + gl.arange(0, cfg.BLOCK_N, L)
+    o_key = n_block * cfg.BLOCK_N + gl.arange(0, cfg.BLOCK_N, LAYOUT)
     m_key = enabled & valid_keys_mask(o_key, num_keys, num_q_rows, cfg)
     page_id = gl.load(
         page_lookup.PAGE_TABLE + i_request.to(gl.int64) * page_lookup.stride_table_b + o_key // cfg.PAGE,
