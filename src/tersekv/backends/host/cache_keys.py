@@ -12,14 +12,14 @@ from types import CodeType, ModuleType
 from typing import Any
 
 
-def hash_callees_first(fn: Any, seen: set[int] | None = None) -> None:
+def hash_callees_first(fn: Any, hashed: set[int] | None = None) -> None:
     """Hash whatever a kernel calls, then the kernel."""
-    seen = set() if seen is None else seen
-    if id(fn) in seen or getattr(fn, "hash", "") is not None:  # interpreted, or hashed
+    hashed = set() if hashed is None else hashed
+    if id(fn) in hashed or getattr(fn, "hash", "") is not None:  # interpreted, or hashed
         return
-    seen.add(id(fn))
+    hashed.add(id(fn))
     for callee in _callees(fn):
-        hash_callees_first(callee, seen)
+        hash_callees_first(callee, hashed)
     fn.cache_key  # noqa: B018 (a property that computes it)
 
 

@@ -33,7 +33,7 @@ def configure(f: SimpleNamespace) -> None:
 
 @without_autocast
 def run(call: Any, config: None) -> None:
-    for group in iterate_rows_by_request(call):
+    for group in iterate_rows_by_request_or_one_by_one(call):
         call.out[group.rows] = compute_scores_of_rows(call, group, call.out.shape[-1])
 
 
@@ -55,7 +55,7 @@ def request_and_position_of_rows(call: Any) -> tuple[Tensor, Tensor]:
     return request, torch.where(owned, position.clamp(min=-1), -1)
 
 
-def iterate_rows_by_request(call: Any) -> Iterator[Rows]:
+def iterate_rows_by_request_or_one_by_one(call: Any) -> Iterator[Rows]:
     """Yields all rows: on a CPU request by request, checked; elsewhere one by one, so that the host reads no value."""
     request, position = request_and_position_of_rows(call)
     visible = (position + 1) // call.ratio

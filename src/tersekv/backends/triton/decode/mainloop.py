@@ -286,14 +286,14 @@ def accumulate_pv(
         x = v[j]
         if MASKED and cfg.LIST.LENGTH < 0:  # rows of listed keys are loaded as 0 where they are not visible
             x = tl.where(
-                valid_keys(n_block, num_keys, num_q_rows, cfg)[None, :], x, 0.0
+                keys_visible_to_any_row(n_block, num_keys, num_q_rows, cfg)[None, :], x, 0.0
             )  # an invalid slot may hold NaN, and 0 × NaN is NaN
         out = out + (tl.dot(x, p.to(x.dtype), acc=acc_o[j]),)
     return out
 
 
 @triton.jit
-def valid_keys(n_block, num_keys, num_q_rows, cfg: tl.constexpr):
+def keys_visible_to_any_row(n_block, num_keys, num_q_rows, cfg: tl.constexpr):
     """Returns which keys of n_block [BLOCK_N] some row may see; pages before every row's window may have been freed."""
     o_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
     valid = o_n < num_keys
@@ -319,7 +319,9 @@ def compute_scores_unrolled(K, k_scales, v_scales, MASK, q, scale, softcap, page
             # V's scale joins the exponent, so that the P that multiplies codes lies in (0, 1].
             safe_v_scales = tl.maximum(v_scales[j], 1e-30)
             if MASKED and cfg.LIST.LENGTH < 0:
-                safe_v_scales = tl.where(valid_keys(n_block + j, num_keys, num_q_rows, cfg), safe_v_scales, 1.0)
+                safe_v_scales = tl.where(
+                    keys_visible_to_any_row(n_block + j, num_keys, num_q_rows, cfg), safe_v_scales, 1.0
+                )
             log2_v_scales, reciprocals = log2_and_reciprocal(safe_v_scales, cfg)
             x += log2_v_scales[:, None]
             inv_v_scales = inv_v_scales + (reciprocals,)

@@ -269,13 +269,13 @@ def _format_constants(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
 
 
 def _shape_tile_and_split_constants(
-    f: SimpleNamespace, fmt: KVFormat, t: TileConfig, num_head_blocks: int, use_tma: bool
+    f: SimpleNamespace, fmt: KVFormat, tile: TileConfig, num_head_blocks: int, use_tma: bool
 ) -> dict[str, Any]:
     rank, page, pack = fmt.values(f.ckv.shape[2]), f.ckv.shape[1], 2 // fmt.storage.itemsize
     words, words_r = (rank - fmt.tail) // pack, fmt.tail or f.kpe.shape[2] * f.kpe.dtype.itemsize // 2
     block_dv = max(16, launch.next_power_of_2(rank // pack))
     group = fmt.scale_block if fmt.scale in (GROUP, UE8M0) else None
-    chunk = min(group // pack if group else t.chunk_columns, block_dv)
+    chunk = min(group // pack if group else tile.chunk_columns, block_dv)
     return {
         "HEADS": num_head_blocks,
         "GROUP": f.q_nope.shape[1] // num_head_blocks,
@@ -287,21 +287,21 @@ def _shape_tile_and_split_constants(
         "CHUNK": chunk,
         "CHUNKS": -(-words // chunk),
         "PAGE": page,
-        "BLOCK_N": t.block_n,
-        "ONE_PAGE_PER_BLOCK": page % t.block_n == 0,
+        "BLOCK_N": tile.block_n,
+        "ONE_PAGE_PER_BLOCK": page % tile.block_n == 0,
         "USE_TMA": use_tma,
         "REGISTER_PREFETCH": pack > 1 and not use_tma,
         "CKV_ROWS_PER_PAGE": f.ckv.stride[0] // f.ckv.stride[1] if use_tma else 0,
         "KPE_ROWS_PER_PAGE": f.kpe.stride[0] // f.kpe.stride[1] if use_tma and words_r else 0,
-        "BLOCK_M": t.block_m,
+        "BLOCK_M": tile.block_m,
         "BLOCK_B": min(1024, launch.next_power_of_2(max(f.seq_lens.shape[0], 1))),
-        "MIN_BLOCKS_PER_RANGE": t.min_blocks,
-        "PARTIAL_ROWS": min(t.block_m, f.max_q_len * (f.q_nope.shape[1] // num_head_blocks))
+        "MIN_BLOCKS_PER_RANGE": tile.min_blocks,
+        "PARTIAL_ROWS": min(tile.block_m, f.max_q_len * (f.q_nope.shape[1] // num_head_blocks))
         if f.batch_invariant
-        else t.block_m,
+        else tile.block_m,
         "PARTIAL_COLUMNS": pack * block_dv + 2,
         "COMBINE_COLUMNS": pack * block_dv,
-        "SPLIT_BLOCKS": min_split_key_blocks(f, t.block_n),
+        "SPLIT_BLOCKS": min_split_key_blocks(f, tile.block_n),
         "INT64_OFFSETS": launch.offsets_within_page_exceed_int32(f.ckv, f.kpe, f.ckv_scale_cache),
         "CKV_STRIDE_UNIT": common_stride_unit(f.ckv, _packed_strides(f.ckv), 8),
         "KPE_STRIDE_UNIT": common_stride_unit(_rotary_part(f), _packed_strides(_rotary_part(f)), 8),
@@ -354,10 +354,16 @@ def _packed_strides(x: Any) -> tuple[int, int]:
     return x.stride[0] * x.dtype.itemsize // 2, x.stride[1] * x.dtype.itemsize // 2
 
 
-def _ckv_and_kpe_matrices(f: SimpleNamespace, t: TileConfig) -> tuple[CacheMatrix, ...]:
+def _ckv_and_kpe_matrices(f: SimpleNamespace, tile: TileConfig) -> tuple[CacheMatrix, ...]:
     """Returns matrices of ckv and kpe; none where a key block spans pages or a part is no matrix."""
     scales = latent_format(f.format).scale
-    if f.indices is not None or scales == UE8M0 or not t.use_tma or f.ckv.shape[1] % t.block_n or not launch.has_tma(f):
+    if (
+        f.indices is not None
+        or scales == UE8M0
+        or not tile.use_tma
+        or f.ckv.shape[1] % tile.block_n
+        or not launch.has_tma(f)
+    ):
         return ()
     found = [_cache_as_matrix_of_16bit_words(x) for x in ((f.ckv, f.kpe) if f.kpe.shape[2] else (f.ckv,))]
     matrices = tuple(x for x in found if x is not None)

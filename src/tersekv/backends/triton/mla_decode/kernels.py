@@ -14,7 +14,7 @@ value as well (`tail`).
 import triton
 import triton.language as tl
 
-from ..parts.combine import LN2, LOG2E, cast_output, finalize_softmax, load_scale
+from ..parts.combine import LN2, LOG2E, cast_output, compute_acc_scale_and_lse, load_scale
 from ..parts.dequant import dequant_packed, e4m3_bytes_to_fp16
 from ..parts.key_lists import (
     VISIBLE,
@@ -578,7 +578,7 @@ def mla_decode_kernel(
             )  # fmt: skip
             # Epilogue: a whole work tile goes to OUT, a split to the workspace, for the combine
             if n_block_end - n_block_begin == request.num_n_blocks:
-                acc_scale, lse = finalize_softmax(
+                acc_scale, lse = compute_acc_scale_and_lse(
                     row_max, row_sum, value_scale, SINKS, heads, m_row, cfg, cfg.LSE_OF_KEYS
                 )
                 store_output(OUT, acc_o, acc_scale, tokens, heads, m_row, stride_out_t, stride_out_h, cfg)

@@ -36,7 +36,7 @@ def cast_output(value, OUT, cfg: tl.constexpr):
 
 
 @triton.jit
-def finalize_softmax(
+def compute_acc_scale_and_lse(
     row_max, row_sum, v_scale, SINKS, heads, m_row, cfg: tl.constexpr, LSE_OF_KEYS: tl.constexpr = False
 ):
     """Returns (acc_scale, LSE in natural log) of rows with base-2 row_max and row_sum; LSE_OF_KEYS: without sinks."""
@@ -150,7 +150,8 @@ def store_output_row(row_max, row_sum, acc_o, SINKS, OUT, LSE, MAX_LOGITS, v_sca
     value_scale = load_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * load_scale(
         out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE
     )
-    acc_scale, lse = finalize_softmax(row_max, row_sum, value_scale * cfg.V_RESIDUAL_SCALE, SINKS, head, True, cfg,
+    acc_scale, lse = compute_acc_scale_and_lse(row_max, row_sum, value_scale * cfg.V_RESIDUAL_SCALE, SINKS, head,
+    True, cfg,
                                       cfg.LSE_OF_KEYS)  # fmt: skip
     packed_column = o_d % cfg.BLOCK_DV
     p_out = OUT + token * stride_out_t + head * stride_out_h + cfg.PACK * packed_column + o_d // cfg.BLOCK_DV

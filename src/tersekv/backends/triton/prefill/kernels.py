@@ -13,7 +13,7 @@ late blocks, which see most keys, start first.
 import triton
 import triton.language as tl
 
-from ..parts.combine import cast_output, finalize_softmax, load_scale
+from ..parts.combine import cast_output, compute_acc_scale_and_lse, load_scale
 from ..parts.dequant import INT4, power_of_2_of_dequant_tile
 from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
 from ..parts.tile_scheduler import store_empty_output_of_padding_rows
@@ -251,7 +251,7 @@ def finalize_and_store_output_and_lse(softmax_state, value_scale, out_scale, OUT
     PACK: tl.constexpr = cfg.PACK
     row_max, row_sum, acc_o = softmax_state
     value_scale *= load_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
-    acc_scale, lse = finalize_softmax(row_max, row_sum, value_scale, SINKS, heads, m_row, cfg)
+    acc_scale, lse = compute_acc_scale_and_lse(row_max, row_sum, value_scale, SINKS, heads, m_row, cfg)
     o_d = tl.arange(0, PACK * cfg.BLOCK_DV)
     p_out = OUT + (tokens * stride_out_t + heads * stride_out_h)[:, None] + o_d[None, :]
     out = cast_output(acc_o * acc_scale[:, None], OUT, cfg)

@@ -22,7 +22,7 @@ from ....triton.parts.tile_scheduler import split_metadata_ptr
 from ...versions import thread_barrier
 from ..parts.combine import accumulate_splits
 from ..parts.dequant import load_scale_per_head
-from ..parts.epilogue import cast_output, finalize_softmax
+from ..parts.epilogue import cast_output, compute_acc_scale_and_lse
 from .layouts import query_heads_of_rows
 
 # ---- counters of arrived splits: their memory needs no initialization ----
@@ -249,7 +249,7 @@ q_begin,
     v_scale = load_scale_per_head(
         scales.v_scale, scales.V_SCALE, kv_heads // tile_cfg.HEAD_DIM_PARTS, cfg.HAS_V_SCALE, cfg.V_SCALE_STRIDE
     ) * (scales.out_scale * cfg.V_RESIDUAL_SCALE)
-    acc_scale, lse = finalize_softmax(row_max, row_sum, v_scale, tensors.SINKS, q_heads, m_row, cfg)
+    acc_scale, lse = compute_acc_scale_and_lse(row_max, row_sum, v_scale, tensors.SINKS, q_heads, m_row, cfg)
     packed_column = o_d % cfg.BLOCK_DV
     p_row = OUT + tokens * strides.out_t + q_heads * strides.out_h
     if tile_cfg.HEAD_DIM_PARTS > 1:
@@ -370,7 +370,7 @@ def combine_kernel(
                 V_SCALE + kv_heads // tile_cfg.HEAD_DIM_PARTS * cfg.V_SCALE_STRIDE, mask=m_row, other=0.0
             )
         v_out_scale = v_scales * portable.load_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
-        acc_scale, lse = portable.finalize_softmax(
+        acc_scale, lse = portable.compute_acc_scale_and_lse(
             row_max, row_sum, v_out_scale * cfg.V_RESIDUAL_SCALE, SINKS, q_heads, m_row, cfg
         )
         packed_column = o_d % cfg.BLOCK_DV

@@ -28,7 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...versions import thread_barrier
 from ..parts.combine import split_metadata_ptr
-from ..parts.epilogue import cast_output, finalize_softmax, store_empty_output_of_padding_rows, token_and_head_of_q_rows
+from ..parts.epilogue import (
+    cast_output,
+    compute_acc_scale_and_lse,
+    store_empty_output_of_padding_rows,
+    token_and_head_of_q_rows,
+)
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
 from ..parts.tile_scheduler import find_work_tile_at_block, load_block_counts_of_all_requests
 from .gather import CacheRows, copy_arrivals, fence_copies
@@ -526,16 +531,16 @@ def combine_warpgroups_and_keep_half_acc(
 
 @gluon.jit
 def output_and_partial_columns_of_acc(
-    i: gl.constexpr, NUM_TILES: gl.constexpr, I_CONSUMER: gl.constexpr, ACC_LAYOUT: gl.constexpr, cfg: gl.constexpr
+    i_tile: gl.constexpr, NUM_TILES: gl.constexpr, I_CONSUMER: gl.constexpr, ACC_LAYOUT: gl.constexpr, cfg: gl.constexpr
 ):
-    """Returns the columns of tile i of acc_o: in the output, and in a partial state, where even ones come first."""
+    """Returns the columns of tile i_tile of acc_o: in the output, and in a partial state, even ones first."""
     if cfg.CODE == "e4m3":
-        o_packed = (I_CONSUMER * (NUM_TILES // 2) + i // 2) * cfg.CHUNK + gl.arange(
+        o_packed = (I_CONSUMER * (NUM_TILES // 2) + i_tile // 2) * cfg.CHUNK + gl.arange(
             0, cfg.CHUNK, gl.SliceLayout(1, ACC_LAYOUT)
         )
-        return 2 * o_packed + i % 2, i % 2 * cfg.BLOCK_DV + o_packed
+        return 2 * o_packed + i_tile % 2, i_tile % 2 * cfg.BLOCK_DV + o_packed
     else:
-        o_d = i * TILE_COLUMNS + gl.arange(0, TILE_COLUMNS, gl.SliceLayout(1, ACC_LAYOUT))
+        o_d = i_tile * TILE_COLUMNS + gl.arange(0, TILE_COLUMNS, gl.SliceLayout(1, ACC_LAYOUT))
         return o_d, o_d
 
 
@@ -613,7 +618,7 @@ def consumer(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides
         if work_tile.n_block_begin == 0:  # all warpgroups store the same
             store_num_splits(tensors, work_tile, cta_range, cfg)
         if work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
-            acc_scale, lse = finalize_softmax(
+            acc_scale, lse = compute_acc_scale_and_lse(
                 state.row_max, state.row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg
             )
             scale_and_store_output(

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...versions import reinterpret, thread_barrier
 from ..parts.combine import split_metadata_ptr
-from ..parts.epilogue import cast_output, finalize_softmax, store_empty_output_of_padding_rows
+from ..parts.epilogue import cast_output, compute_acc_scale_and_lse, store_empty_output_of_padding_rows
 from ..parts.online_softmax import LAZY_ROW_MAX_PTX, split_columns
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_wait, sync_and_arrive
 from ..parts.tile_scheduler import find_work_tile_at_block, load_block_counts_of_all_requests
@@ -421,7 +421,7 @@ def view_by_lane(s):
 
 
 @gluon.jit
-def lane_row_max(s):
+def row_max_by_lane(s):
     """Returns each row's maximum over the scores that one thread holds: [BLOCK_M, LANES_PER_ROW]."""
     return gl.max(gl.max(view_by_lane(s), 3), 1)
 
@@ -471,7 +471,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
     )  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
-    LANE_LAYOUT: gl.constexpr = lane_row_max(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S)).type.layout
+    LANE_LAYOUT: gl.constexpr = row_max_by_lane(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S)).type.layout
     h = i_cta % cfg.HEADS
     kv_iter, p_iter, num_work_tiles = 0, 0, 0
     while block < block_end:
@@ -534,7 +534,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             # Mask.
             s = apply_mask(s, n_block, num_keys, work_tile.num_q_rows, work_tile.m_block * cfg.BLOCK_M, cfg)
             # Online softmax, with lazy rescaling.
-            lane_max = lane_row_max(s)
+            lane_max = row_max_by_lane(s)
             if not cfg.GROUP_SCALES:
                 lane_max *= gl.convert_layout(row_scales, gl.SliceLayout(1, LANE_LAYOUT))[:, None]
             row_max_new, needs_rescale = gl.inline_asm_elementwise(
@@ -575,7 +575,9 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
         row_max, row_sum = gl.max(row_max, 1), gl.sum(row_sum, 1)
         o_r = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LANE_LAYOUT))
         tokens, heads, m_row = token_head_and_mask_of_rows(o_r, work_tile, h, cfg)
-        acc_scale, lse = finalize_softmax(row_max, row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg)
+        acc_scale, lse = compute_acc_scale_and_lse(
+            row_max, row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg
+        )
         mbarrier.wait(p_empty.index(p_iter % P_STAGES), ((p_iter // P_STAGES) & 1) ^ 1)
         rescales.index(p_iter % P_STAGES).store(
             acc_scale[:, None] + gl.full([BLOCK_M, LANES_PER_ROW], 0.0, gl.float32, LANE_LAYOUT)

@@ -26,7 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...versions import reinterpret, thread_barrier, tma_load
 from ..parts.combine import split_metadata_ptr
-from ..parts.epilogue import cast_output, finalize_softmax, store_empty_output_of_padding_rows, token_and_head_of_q_rows
+from ..parts.epilogue import (
+    cast_output,
+    compute_acc_scale_and_lse,
+    store_empty_output_of_padding_rows,
+    token_and_head_of_q_rows,
+)
 from ..parts.online_softmax import rescale_ptx_and_constraints
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
 from ..parts.tile_scheduler import find_work_tile_at_block, load_block_counts_of_all_requests
@@ -588,7 +593,9 @@ def consumer(
         _, heads, m_row = token_and_head_of_q_rows(
             work_tile.m_block, h, work_tile.q_begin, work_tile.num_q_rows, gl.SliceLayout(1, O), cfg
         )
-        acc_scale, lse = finalize_softmax(row_max, row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg)
+        acc_scale, lse = compute_acc_scale_and_lse(
+            row_max, row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg
+        )
         partial_slot = 2 * i_cta + (work_tile.n_block_begin == 0).to(gl.int32)
         is_unsplit = work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks
         state = SoftmaxState(row_max, row_sum, mainloop_state.acc_o)

@@ -281,11 +281,11 @@ def scale_map_spec(
     scale_cache: Any, heads_per_cta: int, keys_per_copy: int, has_block_scales: bool
 ) -> TensorMapSpec | None:
     """Returns the spec of stored scales; None: they cannot be copied, or copies of 8 keys would not be adjacent."""
-    spec = _scale_map_spec_unchecked(scale_cache, heads_per_cta, keys_per_copy, has_block_scales)
+    spec = _scale_map_spec_without_adjacency_check(scale_cache, heads_per_cta, keys_per_copy, has_block_scales)
     return None if spec is None or (keys_per_copy < MMA_KEYS and spec.smem_pitch() > spec.nbytes()) else spec
 
 
-def _scale_map_spec_unchecked(
+def _scale_map_spec_without_adjacency_check(
     scale_cache: Any, heads_per_cta: int, keys_per_copy: int, has_block_scales: bool
 ) -> TensorMapSpec | None:
     """Returns the spec of stored scales, 4-byte words: [rows / 16, 16, heads] with adjacent heads, or [slots / 16,

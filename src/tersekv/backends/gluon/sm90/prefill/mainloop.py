@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...versions import reinterpret, thread_barrier
-from ..parts.epilogue import cast_output, finalize_softmax
+from ..parts.epilogue import cast_output, compute_acc_scale_and_lse
 from ..parts.hadamard import RotationTensors, unrotate_and_scale_acc_rows, unscale_and_rotate_new_v_acc_rows
 from ..parts.online_softmax import (
     FP8RowMax,
@@ -633,7 +633,7 @@ def store_output_and_lse(
     row_max = gl.convert_layout(state.row_max, ROW)
     row_sum = gl.convert_layout(gl.sum(state.row_sum, 1), ROW)
     tokens, q_heads, m_row = tokens_heads_and_mask_of_output_rows(work_tile, I_CONSUMER, ROW, cfg)
-    acc_scale, lse = finalize_softmax(row_max, row_sum, v_scale, SINKS, q_heads, m_row, cfg)
+    acc_scale, lse = compute_acc_scale_and_lse(row_max, row_sum, v_scale, SINKS, q_heads, m_row, cfg)
     if cfg.COLUMN_SPLIT:
         store_acc_scale_for_second_consumer(shared_p, acc_scale, num_done)
     store_output_columns(OUT, state.acc_o, acc_scale, (tokens, q_heads, m_row), strides, 0, cfg)
