@@ -209,6 +209,7 @@ def index_scores_kernel(
 ):  # fmt: skip
     """Scores of rows [first_row, end_row), row first_row to the first row of OUT. STARTS, ENDS: the keys that each row
     sees, instead of those up to its position."""
+    # Tile scheduler: rows, the requests that they may belong to, columns
     first = first_row + tl.program_id(1) * cfg.ROWS
     rows = (first + tl.arange(0, cfg.ROWS)).to(tl.int64)
     last = tl.minimum(first + cfg.ROWS, end_row) - 1
@@ -220,6 +221,7 @@ def index_scores_kernel(
     column_end = tl.minimum(column_begin + cfg.STEPS * cfg.GROUPS, width)
     for i in range(b_first, tl.maximum(b_last, b_first) + 1):
         b = tl.cast(i, tl.int32)
+        # Keys [first_keys, visible) are those that a row sees
         position = positions_of_rows_in_request(SEQ_LENS, CU_SEQLENS_Q, B, b, rows, cfg)
         visible = tl.minimum((position + 1) // cfg.RATIO, max_keys).to(tl.int32)
         if ENDS is not None:
@@ -288,6 +290,7 @@ def _store_scores_of_request(
                 any_number = tl.full([cfg.GROUPS, C], 0, tl.int32)
                 any_nan = tl.full([cfg.GROUPS, C], 0, tl.int32)
             for sub in range(cfg.SUBS):
+                # Page lookup
                 slot = sub * cfg.GROUP + o_n % cfg.GROUP
                 key = (column + o_n // cfg.GROUP) * cfg.BLOCK + slot
                 m_keys = (slot < cfg.BLOCK) & (key < num_seen)
@@ -299,6 +302,7 @@ def _store_scores_of_request(
                     entry = key % cfg.PAGE
                 o_keys = page * stride_kp + entry.to(tl.int64) * stride_ks
                 o_scales = page * stride_sp + entry.to(tl.int64) * stride_ss
+                # QK, ReLU, weights and sum of the heads; the scale of keys with one scale
                 if cfg.EACH or cfg.HEAD_BLOCKS == 1:
                     s = relu_and_weight_heads(compute_qk(K, SCALES, o_keys, o_scales, m_keys, q, cfg), w, cfg)
                     if not cfg.EACH:
@@ -315,6 +319,7 @@ def _store_scores_of_request(
                 if cfg.HAS_SCALES and cfg.D_BLOCKS == 1:
                     s = s * tl.load(SCALES + o_scales, mask=m_keys, other=0.0)[:, None]
                 s = s * scale
+                # Mask, and the largest score of a column
                 m_seen = m_keys[:, None] & (key[:, None] < limit)
                 if HAS_STARTS:
                     m_seen = m_seen & (key[:, None] >= lowest)

@@ -1,5 +1,5 @@
 """The kernel of paged prefill: a program attends to all keys of one m_block of one request and KV head. The mask and
-the rescale are in `mainloop`, Triton pipelines the loads; nothing is split, so there is no combine.
+the rescale are in `mainloop`, Triton pipelines the loads; keys are split, and combined, only with SPLIT_KEYS.
 
 Where a row's bits may depend on its own position alone (SPLIT_KEYS > 0), keys are split at multiples of SPLIT_KEYS, and
 the states of splits are combined in their order: by a program that attends to all of them, one after the other, or by
@@ -156,6 +156,7 @@ def prefill_kernel(
         OUT, LSE, load_q_begin(CU_SEQLENS_Q, B, True).to(tl.int32), T, i_program, num_programs, stride_out_t,
         stride_out_h, stride_lse_t, stride_lse_h, cfg,
     )  # fmt: skip
+    # Tile scheduler: the KV head, request and rows of this program
     h = i_program % cfg.HEADS
     i_tile = (num_programs - 1 - i_program) // cfg.HEADS
     i_request, m_block = find_request_of_m_block(CU_SEQLENS_Q, B, i_tile, cfg)
@@ -173,13 +174,14 @@ def prefill_kernel(
             row_begin // cfg.GROUP,
             tl.minimum(tl.cdiv(row_begin + cfg.BLOCK_M, cfg.GROUP), num_q_rows),
         )
-
+        # Scales of scores and values; the query, rotated like cached keys
         score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E
         value_scale = load_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * cfg.V_RESIDUAL_SCALE
         x = load_query_rows(Q, tokens, heads, m_row, stride_q_t, stride_q_h, cfg)
         q, row_scale = to_query_tiles_and_score_scale(
             scale_and_rotate_query((x,), (K_SIGNS, K_CHANNEL_SCALES, stride_k_channel_scales_h), h, 1, cfg.D)[0], cfg
         )
+        # Cached keys: K's scale joins the score scale, V's is left for the epilogue
         keys = KVOperand(
             StridedRows(K, stride_k_p, stride_k_s, stride_k_h),
             StridedRows(K_SCALES, stride_k_scales_p, stride_k_scales_s, stride_k_scales_h),
@@ -210,6 +212,7 @@ def prefill_kernel(
                 first_new_position + o_i, h, scale, softcap, False, cfg,
             )  # fmt: skip
             acc_o = reorder_columns_and_unrotate_acc(acc_o, rotation, h, cfg)
+        # New keys, 16-bit and without scales: acc_o takes the scale of cached V first
         if cfg.HAS_NEW_KV:
             scaled_acc = acc_o * value_scale
             value_scale = 1.0
@@ -269,6 +272,7 @@ def combine_in_order_kernel(
     stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg: tl.constexpr,
 ):  # fmt: skip
     """Combines the splits of one query row, as `attend_to_splits` does. num_splits: of the workspace."""
+    # Tile scheduler: the row, and the splits that the programs of its m_block made
     COLUMNS: tl.constexpr = cfg.PACK * cfg.BLOCK_DV
     i_tile, h = tl.program_id(0) // cfg.HEADS, tl.program_id(0) % cfg.HEADS
     i_request, m_block = find_request_of_m_block(CU_SEQLENS_Q, B, i_tile, cfg)
@@ -286,6 +290,7 @@ def combine_in_order_kernel(
             0, num_keys, first_new_position + token_begin, first_new_position + token_end, cfg
         )
         split_begin, split_end = split_range(key_range, cfg)
+        # Combine: SPLITS_IN_FLIGHT loaded at once, rescaled and summed one after the other
         o_d = tl.arange(0, COLUMNS)
         row_max, row_sum = tl.full([1], float("-inf"), tl.float32), tl.full([1], 0.0, tl.float32)
         acc_o = tl.full([1, COLUMNS], 0.0, tl.float32)
@@ -301,6 +306,7 @@ def combine_in_order_kernel(
                 ),)  # fmt: skip
             for j in tl.static_range(SPLITS_IN_FLIGHT):
                 row_max, row_sum, acc_o = combine_two_splits((row_max, row_sum, acc_o), states[j])
+        # Epilogue
         value_scale = load_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * cfg.V_RESIDUAL_SCALE
         tokens, heads = q_begin + o_r // cfg.GROUP, (h * cfg.GROUP + o_r % cfg.GROUP).to(tl.int64)
         finalize_and_store_output_and_lse(

@@ -325,8 +325,11 @@ def combine_kernel(
     stride_out_h, stride_lse_t, stride_lse_h,
     cfg: tl.constexpr, tile_cfg: tl.constexpr,
 ):  # fmt: skip
+    """Combines COMBINE_ROWS rows and COMBINE_COLUMNS columns of one work tile, if it was split."""
+    # Wait for the split pass
     gdc_wait()
     gdc_launch_dependents()
+    # Tile scheduler: the work tile, and the CTA ranges that hold its splits
     i_work_tile, i_column_block = tl.program_id(0), tl.program_id(1)
     first_head, m_block, i_request = (
         i_work_tile % tile_cfg.HEAD_GROUPS * tile_cfg.HEADS_PER_CTA,
@@ -350,6 +353,7 @@ def combine_kernel(
         m_row = (q_row < num_q_rows * cfg.GROUP) & (o_row < tile_cfg.HEADS_PER_CTA * tile_cfg.VALID_ROWS)
         o_split = tl.arange(0, tile_cfg.COMBINE_SPLITS)
         o_d = i_column_block % CHUNKS * tile_cfg.COMBINE_COLUMNS + tl.arange(0, tile_cfg.COMBINE_COLUMNS)
+        # Combine: COMBINE_SPLITS splits at a time, rescaled to the common maximum and summed
         row_max = tl.full([tile_cfg.COMBINE_ROWS], float("-inf"), tl.float32)
         row_sum = tl.full([tile_cfg.COMBINE_ROWS], 0.0, tl.float32)
         acc_o = tl.full([tile_cfg.COMBINE_ROWS, tile_cfg.COMBINE_COLUMNS], 0.0, tl.float32)
@@ -362,6 +366,7 @@ def combine_kernel(
             row_max, row_sum, acc_o = accumulate_splits(
                 row_max, row_sum, acc_o, SPLIT_WORKSPACE, partial_slots, row_in_tile, o_d, mask, cfg
             )
+        # Epilogue: scales of V and of the output, then the output and LSE
         q_heads = (kv_heads // tile_cfg.HEAD_DIM_PARTS * cfg.GROUP + q_row % cfg.GROUP).to(tl.int64)
         tokens = (q_begin + q_row // cfg.GROUP).to(tl.int64)
         v_scales = v_scale + tl.full([tile_cfg.COMBINE_ROWS], 0.0, tl.float32)

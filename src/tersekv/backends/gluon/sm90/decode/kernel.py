@@ -610,7 +610,7 @@ def decode_kernel(
                 prefetch_pos, i_prefetch, full_barriers, tensor_maps, smem_kv, first_head, block_end, cfg, tile_cfg
             )
             prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg, tile_cfg)
-        # Scales of scores and of outputs.
+        # Scales of scores (the softmax scale, times K's of a tensor or head) and of outputs (V's).
         if tile_cfg.LARGE_M:
             heads = first_head
         else:
