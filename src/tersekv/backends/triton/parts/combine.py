@@ -150,9 +150,9 @@ def store_output_row(row_max, row_sum, acc_o, SINKS, OUT, LSE, MAX_LOGITS, v_sca
     value_scale = load_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * load_scale(
         out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE
     )
-    acc_scale, lse = compute_acc_scale_and_lse(row_max, row_sum, value_scale * cfg.V_RESIDUAL_SCALE, SINKS, head,
-    True, cfg,
-                                      cfg.LSE_OF_KEYS)  # fmt: skip
+    acc_scale, lse = compute_acc_scale_and_lse(
+        row_max, row_sum, value_scale * cfg.V_RESIDUAL_SCALE, SINKS, head, True, cfg, cfg.LSE_OF_KEYS
+    )
     packed_column = o_d % cfg.BLOCK_DV
     p_out = OUT + token * stride_out_t + head * stride_out_h + cfg.PACK * packed_column + o_d // cfg.BLOCK_DV
     tl.store(p_out, cast_output(acc_o * acc_scale, OUT, cfg), mask=packed_column < cfg.PACKED_V)

@@ -316,18 +316,9 @@ def quantize_and_store_halves(
         tl.store(p_scales + o_scales, scale[:, None], mask=m_write)
     elif FORMAT.SCALE == BLOCK:
         quantize_and_store(
-            first_half,
-            p_codes,
-            p_scales,
-            o_codes,
-            o_scales,
-            m_write,
-            quant_scale,
-            global_scale,
-            HALF,
-            FORMAT,
+            first_half, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, HALF, FORMAT,
             NATIVE_FP8_CAST,
-        )
+        )  # fmt: skip
         quantize_and_store(
             second_half, p_codes + HALF // 2, p_scales + HALF // 16, o_codes, o_scales, m_write, quant_scale,
             global_scale, HALF,
@@ -335,18 +326,9 @@ def quantize_and_store_halves(
         )  # fmt: skip
     else:
         quantize_and_store(
-            first_half,
-            p_codes,
-            p_scales,
-            o_codes,
-            o_scales,
-            m_write,
-            quant_scale,
-            global_scale,
-            HALF,
-            FORMAT,
+            first_half, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, HALF, FORMAT,
             NATIVE_FP8_CAST,
-        )
+        )  # fmt: skip
         quantize_and_store(
             second_half, p_codes + HALF, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, HALF, FORMAT,
             NATIVE_FP8_CAST,

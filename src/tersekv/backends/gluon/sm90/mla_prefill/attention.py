@@ -366,17 +366,9 @@ def consumer(
             mbarrier.arrive(v_empty.index(prev_stage), count=1)
             # Epilogue, then the softmax of the next work tile
             normalize_merge_and_store_output(
-                args,
-                finished_tile,
-                acc_o,
-                row_max,
-                row_sum,
-                I_CONSUMER,
-                S,
-                MERGE_PREVIOUS_CHUNK,
-                STORE_RESIDUAL,
+                args, finished_tile, acc_o, row_max, row_sum, I_CONSUMER, S, MERGE_PREVIOUS_CHUNK, STORE_RESIDUAL,
                 STORE_LSE,
-            )
+            )  # fmt: skip
             acc_o, row_max = init_acc_and_max(S, O, DV)
             p, row_max, _ = softmax_step(s, row_max, last_key - n_start, score_scale, True)
             row_sum = row_sums_by_lane(p)

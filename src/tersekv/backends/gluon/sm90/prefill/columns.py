@@ -67,14 +67,9 @@ def wait_acc_scale_and_store_second_column_half(OUT, acc_o, work_tile, shared_p,
     thread_barrier()  # one thread releases it for all
     mbarrier.arrive(shared_p.acc_empty_barrier.index(0))
     store_output_columns(
-        OUT,
-        acc_o,
-        acc_scale,
-        tokens_heads_and_mask_of_output_rows(work_tile, 0, ROW, cfg),
-        strides,
-        cfg.ACC_COLUMNS,
+        OUT, acc_o, acc_scale, tokens_heads_and_mask_of_output_rows(work_tile, 0, ROW, cfg), strides, cfg.ACC_COLUMNS,
         cfg,
-    )
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -686,18 +686,8 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
         release_k(k_stages, iter, cfg)
         mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=work_tile.num_n_blocks == 1)
         state = first_softmax_step(
-            s,
-            init_acc_and_max(cfg),
-            mask_args,
-            n_start,
-            score_scales,
-            tile_v_scale,
-            softcap,
-            shared_p,
-            iter,
-            V,
-            cfg,
-        )
+            s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_v_scale, softcap, shared_p, iter, V, cfg,
+        )  # fmt: skip
         if not cfg.COLUMN_SPLIT:
             wait_v_and_zero_oob_rows(
                 v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID, cfg
