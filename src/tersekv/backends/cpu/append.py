@@ -32,40 +32,45 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts = CallFacts(f, _TENSORS)
-    record = append_record(facts, f.k, f.k_cache, [kv_row_write(facts, "k"), kv_row_write(facts, "v")])
+    record = make_append_record(facts, f.k, f.k_cache, [make_kv_row_write(facts, "k"), make_kv_row_write(facts, "v")])
     return NativeLaunch("append", record, _TENSORS)
 
 
-def kv_row_write(
-    facts: CallFacts, side: str, first_columns: str | None = None, second_columns: str = "", apply_rope: bool = False
+def make_kv_row_write(
+    facts: CallFacts,
+    side: str,
+    first_tensor_name: str | None = None,
+    second_tensor_name: str = "",
+    apply_rope: bool = False,
 ) -> RowWrite:
-    """Returns how rows are written to the cache of "k" or "v": tensors `first_columns` (default: `side`) and
-    `second_columns`, side by side."""
-    f, fmt, first_columns = facts.f, pair_of(facts.f)["kv".index(side)], first_columns or side
+    """Returns how rows are written to the cache of "k" or "v": of the tensors
+    `first_tensor_name` (default: `side`) and `second_tensor_name`, their columns side by side."""
+    f, fmt, first_tensor_name = facts.f, pair_of(facts.f)["kv".index(side)], first_tensor_name or side
     scales = _NO_TENSOR if getattr(f, f"{side}_scale_cache") is None else facts.strided_tensor(f"{side}_scale_cache")
-    return quantized_row_write(
-        facts, first_columns, fmt, facts.strided_tensor(f"{side}_cache"), scales, facts.scale(f"{side}_scale"),
-        second_columns, apply_rope, facts.row_transform(side),
+    return make_quantized_row_write(
+        facts, first_tensor_name, fmt, facts.strided_tensor(f"{side}_cache"), scales, facts.scale(f"{side}_scale"),
+        second_tensor_name, apply_rope, facts.row_transform(side),
     )  # fmt: skip
 
 
-def quantized_row_write(
-    facts: CallFacts, first_columns: str, fmt: KVFormat, out_cache: StridedTensor, scales: StridedTensor,
-    multiplier: Scale, second_columns: str = "",
+def make_quantized_row_write(
+    facts: CallFacts, first_tensor_name: str, fmt: KVFormat, out_cache: StridedTensor, scale_cache: StridedTensor,
+    call_scale: Scale, second_tensor_name: str = "",
     apply_rope: bool = False, row_transform: RowTransform = NO_TRANSFORM,
 ) -> RowWrite:  # fmt: skip
     """Returns how rows are quantized to a format and written to a cache."""
     f = facts.f
-    x, y = getattr(f, first_columns), getattr(f, second_columns) if second_columns else None
+    x, y = getattr(f, first_tensor_name), getattr(f, second_tensor_name) if second_tensor_name else None
     return RowWrite(
-        facts.strided_tensor(first_columns), facts.strided_tensor(second_columns) if y is not None else _NO_TENSOR,
+        facts.strided_tensor(first_tensor_name),
+        facts.strided_tensor(second_tensor_name) if y is not None else _NO_TENSOR,
         x.shape[-1], 0 if y is None else y.shape[-1], apply_rope, x.shape[1] if len(x.shape) == 3 else 1, True,
-        out_cache, CODES[fmt.code], _KINDS[fmt.scale], scales, fmt.scale_block or 0, fmt.scales(x.shape[-1]), fmt.tail,
-        multiplier, row_transform,
+        out_cache, CODES[fmt.code], _KINDS[fmt.scale], scale_cache, fmt.scale_block or 0, fmt.scales(x.shape[-1]),
+        fmt.tail, call_scale, row_transform,
     )  # fmt: skip
 
 
-def rope_query_writes(facts: CallFacts) -> list[RowWrite]:
+def make_query_row_writes(facts: CallFacts) -> list[RowWrite]:
     """Returns the row_writes of query rows to q_rope_out and q_nope_out; none without a query."""
     row_writes = []
     for name, apply_rope in (("q_rope", True), ("q_nope", False)):
@@ -79,7 +84,7 @@ def rope_query_writes(facts: CallFacts) -> list[RowWrite]:
     return row_writes
 
 
-def append_record(facts: CallFacts, rows: Any, cache: Any, row_writes: list[RowWrite]) -> Append:
+def make_append_record(facts: CallFacts, rows: Any, cache: Any, row_writes: list[RowWrite]) -> Append:
     """Returns the record of an append: its row_writes, the slots of tokens, and the rotary table if there is one."""
     f, record = facts.f, Append()
     record.num_row_writes = len(row_writes)

@@ -8,7 +8,7 @@ from typing import Any
 from tersekv.formats import BF16, FP16, TENSOR, latent_format, rope_dtype
 
 from . import append, library, records
-from .append import quantized_row_write, rope_query_writes
+from .append import make_quantized_row_write, make_query_row_writes
 from .library import BoundLaunch, NativeLaunch
 from .records import CallFacts, StridedTensor
 
@@ -32,18 +32,18 @@ def configure(f: SimpleNamespace) -> NativeLaunch:
         if f.ckv_scale_cache is None
         else facts.strided_tensor("ckv_scale_cache", has_heads=False)
     )
-    latent = quantized_row_write(
+    latent = make_quantized_row_write(
         facts, "kv_c", fmt, facts.strided_tensor("ckv", has_heads=False), scales, facts.scale("kv_scale")
     )
-    row_writes = [*rope_query_writes(facts), latent]
+    row_writes = [*make_query_row_writes(facts), latent]
     if f.kpe.shape[-1]:
         # Only a per-tensor scale applies to the rotary part; group scales are the latent's alone.
         rotary_format = fmt if fmt.scale == TENSOR else _HALF[rope_dtype(fmt)]
-        row_writes.append(quantized_row_write(
+        row_writes.append(make_quantized_row_write(
             facts, "k_pe", rotary_format, facts.strided_tensor("kpe", has_heads=False), StridedTensor(records.NONE),
             facts.scale("kv_scale"), apply_rope=f.cos_sin_cache is not None,
         ))  # fmt: skip
-    return NativeLaunch("append", append.append_record(facts, f.kv_c, f.ckv, row_writes), _TENSORS)
+    return NativeLaunch("append", append.make_append_record(facts, f.kv_c, f.ckv, row_writes), _TENSORS)
 
 
 def run(call: Any, config: NativeLaunch) -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import append
-from .append import kv_row_write, rope_query_writes
+from .append import make_kv_row_write, make_query_row_writes
 from .library import BoundLaunch, NativeLaunch
 from .records import TRANSFORMS, CallFacts
 
@@ -25,10 +25,10 @@ def why_not(f: SimpleNamespace) -> str | None:
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts = CallFacts(f, _TENSORS)
     row_writes = [
-        *rope_query_writes(facts), kv_row_write(facts, "k", "k_rope", "k_nope", apply_rope=True),
-        kv_row_write(facts, "v"),
+        *make_query_row_writes(facts), make_kv_row_write(facts, "k", "k_rope", "k_nope", apply_rope=True),
+        make_kv_row_write(facts, "v"),
     ]  # fmt: skip
-    return NativeLaunch("append", append.append_record(facts, f.k_rope, f.k_cache, row_writes), _TENSORS)
+    return NativeLaunch("append", append.make_append_record(facts, f.k_rope, f.k_cache, row_writes), _TENSORS)
 
 
 def run(call: Any, config: NativeLaunch) -> None:

@@ -75,12 +75,12 @@ def _why_not_compiles_and_is_permanent(op: str) -> tuple[str | None, bool]:
     return f"the compiler ended with exit code {done.returncode}: {said}", died
 
 
-def _store_result(path: Path, found: dict) -> None:
+def _store_result(path: Path, result: dict) -> None:
     """Stores the result atomically: several processes may write at once. Unwritable folders are skipped."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(json.dumps(found))
+            file.write(json.dumps(result))
         os.replace(file.name, path)
     except OSError as e:
         _log.info("%s is not kept: %s", path, e)

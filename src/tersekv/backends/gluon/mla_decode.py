@@ -171,7 +171,7 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
     # Partial states of splits, then SPLIT_METADATA.
     workspace_floats = 2 * num_ctas * cfg.BLOCK_M * cfg.PARTIAL_COLUMNS + 2 * requests * max_m_blocks * num_head_blocks
     launches = attention_launches(f, split_launch, combine_launch, workspace_floats)
-    launches = _after_listed_rows(f, listed_rows, launches, workspace_floats)
+    launches = _prepend_listed_rows_launch(f, listed_rows, launches, workspace_floats)
     return Config(cfg, num_ctas, max_m_blocks, combine_constants, cache_matrices, launches)
 
 
@@ -180,14 +180,17 @@ def _listed_rows(f: SimpleNamespace) -> list[KernelLaunch]:
     return [] if f.indices is None or 0 in f.indices.shape else [listed_rows_launch(f, _rows_per_page(f.ckv))]
 
 
-def _after_listed_rows(
-    f: SimpleNamespace, listed_rows: list[KernelLaunch], launches: LaunchSequence | HostAction, workspace_floats: int
+def _prepend_listed_rows_launch(
+    f: SimpleNamespace,
+    listed_rows_launch: list[KernelLaunch],
+    launches: LaunchSequence | HostAction,
+    workspace_floats: int,
 ) -> LaunchSequence | HostAction:
     """Returns the launches behind that of listed rows, which shares their workspace."""
-    if not listed_rows or not launches.kernel_launches:
+    if not listed_rows_launch or not launches.kernel_launches:
         return launches
     workspace = Workspace(workspace_floats, listed_rows_slices(f))
-    return LaunchSequence(*listed_rows, *launches.kernel_launches, workspace=workspace)
+    return LaunchSequence(*listed_rows_launch, *launches.kernel_launches, workspace=workspace)
 
 
 def _choose_max_registers(is_16_bit: bool, config: MLADecodeConfig) -> int:
@@ -220,7 +223,7 @@ def _tensor_map_args(
     """Returns tensor maps of ckv, kpe and stored scales, where present, as arguments of the split pass."""
     names = zip(("CKV_MAP", "KPE_MAP", "SCALES_MAP"), ("ckv", "kpe", "ckv_scale_cache"), cache_matrices, strict=False)
     found: dict[str, Any] = {
-        argument: TensorMapArg(name, partial(_make_tensor_map, matrix=matrix, rows=min(cfg.PAGE, BLOCK_N)))
+        argument: TensorMapArg(name, partial(_make_tensor_map, matrix=matrix, rows_per_copy=min(cfg.PAGE, BLOCK_N)))
         for argument, name, matrix in names
     }
     oob_row = max((matrix.rows for matrix in cache_matrices), default=0)
@@ -311,7 +314,7 @@ def assigns_whole_work_tiles_to_ctas(f: SimpleNamespace, num_work_tiles: int, nu
 
 
 def _choose_combine_rows_splits_columns_warps(
-    rows: int, num_work_tiles: int, num_ctas: int
+    rows_per_tile: int, num_work_tiles: int, num_ctas: int
 ) -> tuple[int, int, int, int]:
     """Returns (rows, splits read at once, columns, warps) of a CTA of the combine kernel.
 
@@ -319,10 +322,10 @@ def _choose_combine_rows_splits_columns_warps(
     splits fit in about one round, fewer CTAs are faster (bf16, 16 heads, 64 × 4K: 91 → 84 µs).
     CTAs of one warp: fp8_e4m3, 16 heads, 16 × 8K 32.6 → 31.0 µs, 8 × 8K 21.0 → 20.2, 4 × 8K 15.9 → 15.0.
     """
-    if num_work_tiles * rows > 1024:
+    if num_work_tiles * rows_per_tile > 1024:
         return 4, 2, RANK, 4
     num_splits = num_ctas // max(num_work_tiles, 1)  # of a work tile, if lengths are equal
-    if num_splits <= 4 or (num_splits <= 12 and num_work_tiles * rows > 512):
+    if num_splits <= 4 or (num_splits <= 12 and num_work_tiles * rows_per_tile > 512):
         return 1, 8, RANK, 4
     if num_splits <= 16:
         return 1, 8 if num_splits <= 8 else 16, 128, 1
@@ -360,13 +363,13 @@ def bind(config: Config, at: dict[str, int]) -> BoundLaunches | None:
     return config.launches.bind(at)
 
 
-def _make_tensor_map(x: torch.Tensor, matrix: portable.CacheMatrix, rows: int) -> Any:
-    """Returns a tensor map with copy tiles of `rows` slots by 128 bytes, or by the whole row if shorter."""
+def _make_tensor_map(tensor: torch.Tensor, matrix: portable.CacheMatrix, rows_per_copy: int) -> Any:
+    """Returns a tensor map with copy tiles of `rows_per_copy` slots by 128 bytes, or by the whole row if shorter."""
     from triton.experimental.gluon import language as gl
 
-    size = x.element_size()
+    size = tensor.element_size()
     columns = min(CHUNK, matrix.columns) * 2 // size
     gluon_dtypes = {torch.float8_e4m3fn: gl.float8e4nv, torch.float16: gl.float16, torch.float32: gl.float32}
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gluon_dtypes.get(x.dtype, gl.bfloat16))
+    layout = gl.NVMMASharedLayout.get_default_for([rows_per_copy, columns], gluon_dtypes.get(tensor.dtype, gl.bfloat16))
     shape, strides = [matrix.rows, matrix.columns * 2 // size], [matrix.pitch * 2 // size, 1]
-    return make_tensor_map(launch.RawAddress(x), shape, strides, [rows, columns], layout)
+    return make_tensor_map(launch.RawAddress(tensor), shape, strides, [rows_per_copy, columns], layout)

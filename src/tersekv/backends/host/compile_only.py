@@ -25,15 +25,15 @@ from . import launch
 @contextmanager
 def compiling(
     arch: int,
-    compiled: Callable[[Any, Any], None],
-    wanted: Callable[[str], bool] | None = None,
+    on_compiled: Callable[[Any, Any], None],
+    should_compile: Callable[[str], bool] | None = None,
     num_sms: int = launch.absent_num_sms,
 ) -> Iterator[None]:
     """Within, no kernel is launched, and each is compiled for sm_<arch>.
 
-    compiled:  called with (kernel, what Triton made of it) after each
-    wanted:    whether to compile a kernel, by a key that is equal in all processes; None: all of them
-    num_sms:   of the chip, where plans are made on tensors of no GPU
+    on_compiled:     called with (kernel, what Triton made of it) after each
+    should_compile:  whether to compile a kernel, by a key that is equal in all processes; None: all of them
+    num_sms:         of the chip, where plans are made on tensors of no GPU
     """
     compiler = importlib.import_module("triton.backends.compiler")
     driver = importlib.import_module("triton.runtime.driver").driver
@@ -42,8 +42,8 @@ def compiling(
     was, run, sms = driver._active, kernels.run, launch.absent_num_sms
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        if wanted is None or wanted(_key(self, device, args, options)):
-            compiled(self, run(self, *args, grid=grid, warmup=True, **options))
+        if should_compile is None or should_compile(_key(self, device, args, options)):
+            on_compiled(self, run(self, *args, grid=grid, warmup=True, **options))
 
     # It answers for the chip, under a number that no device has.
     driver.set_active(
@@ -58,19 +58,19 @@ def compiling(
         driver._active, kernels.run, launch.absent_num_sms = was, run, sms
 
 
-def build_launchers(stub_folder: Path) -> Callable[[Any], None]:
+def make_launcher_builder(libcuda_stub_folder: Path) -> Callable[[Any], None]:
     """Returns a function that compiles the C function which launches a kernel; compiles what all kernels share.
 
-    They are linked with CUDA's driver: where there is none, with an empty library in `stub_folder`. Python cannot load
-    them then; they lie in the cache for a machine that can.
+    They are linked with CUDA's driver: where there is none, with an empty library in `libcuda_stub_folder`. Python
+    cannot load them then; they lie in the cache for a machine that can.
     """
     nvidia = importlib.import_module("triton.backends.nvidia.driver")
     try:
         nvidia.libcuda_dirs()
     except (AssertionError, OSError, subprocess.SubprocessError):
-        stub = stub_folder / "libcuda.so.1"
+        stub = libcuda_stub_folder / "libcuda.so.1"
         subprocess.run([_c_compiler(), "-shared", "-x", "c", os.devnull, "-o", stub], check=True, capture_output=True)
-        triton.knobs.nvidia.libcuda_path = str(stub_folder)
+        triton.knobs.nvidia.libcuda_path = str(libcuda_stub_folder)
 
     def build(make: Callable[..., Any], *args: Any) -> None:
         with suppress(ImportError):  # compiled, kept, and not loaded

@@ -48,7 +48,7 @@ def key_list_config(f: SimpleNamespace) -> KeyListConfig:
     )
 
 
-def extra_set(f: SimpleNamespace) -> SimpleNamespace:
+def facts_of_extra_key_set(f: SimpleNamespace) -> SimpleNamespace:
     """Returns the facts of a call over its second set of keys alone, whose lists may hold any position: no seq_lens."""
     fields = vars(f)
     extra = {name.removeprefix("extra_"): x for name, x in fields.items() if name.startswith("extra_")}

@@ -67,12 +67,12 @@ def launches_dependents_late(fmt: str, elements: int, max_elements: int) -> bool
     return fmt == "nvfp4" or (fmt.endswith("per_token_head") and elements <= max_elements)
 
 
-def packed_read_mode(f: SimpleNamespace, unit: int, side: str) -> int:
+def packed_read_mode(f: SimpleNamespace, stride_unit: int, side: str) -> int:
     """Returns nonzero if rows of a side, "k" or "v", are read as packed pairs of values (packed_quant.py): 4-bit codes
     of dense, unrotated 16-bit rows. 2: nvfp4's scales are stored in pairs too."""
     rows, fmt = getattr(f, side), pair_of(f)["kv".index(side)]
     turned = getattr(f, f"{side}_signs") is not None or getattr(f, f"{side}_channel_scale") is not None
-    if fmt.code not in ("e2m1", "int4") or unit % 2 or turned or rows.dtype.itemsize != 2 or not rows.aligned:
+    if fmt.code not in ("e2m1", "int4") or stride_unit % 2 or turned or rows.dtype.itemsize != 2 or not rows.aligned:
         return 0
     if fmt.code == "int4":
         return 1
@@ -126,14 +126,14 @@ def program_elements(total: int, max_elements: int = MAX_ELEMENTS) -> int:
     return next((n for n in SIZES if n <= max_elements and total >= MIN_PROGRAMS * n), SMALL)
 
 
-def choose_rotated_elements_and_warps(total: int, fmt: str) -> tuple[int, int]:
+def choose_rotated_elements_and_warps(num_elements: int, fmt: str) -> tuple[int, int]:
     """Returns (elements, warps) of a program of rotated rows.
 
     NVIDIA H200, 2026-11-21, 256 tokens, 32 query and 8 K/V heads, programs of 1024 and of 2048 elements: fp8 2.87 and
     (8 warps) 2.33 us, per token and head 2.88, 2.62; 128 tokens 1.93, 2.03 and 1.96, 2.09.
     """
-    elements = program_elements(total, MAX_ROTATED_ELEMENTS.get(fmt, MAX_ELEMENTS))
-    if elements == SMALL and 2 * total >= MIN_PROGRAMS * SIZES[1]:
+    elements = program_elements(num_elements, MAX_ROTATED_ELEMENTS.get(fmt, MAX_ELEMENTS))
+    if elements == SMALL and 2 * num_elements >= MIN_PROGRAMS * SIZES[1]:
         if fmt in MAX_ROTATED_ELEMENTS:
             return SIZES[1], 8
         if fmt.endswith("per_token_head"):

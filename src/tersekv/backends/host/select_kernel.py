@@ -9,27 +9,29 @@ from types import ModuleType, SimpleNamespace
 _MAX_DECODE_ROWS, _MIN_MEAN_ROWS = 64, 32
 
 
-def select_kernel(f: SimpleNamespace, decode: ModuleType, prefill: ModuleType) -> tuple[ModuleType, str | None]:
+def select_kernel(
+    f: SimpleNamespace, decode_module: ModuleType, prefill_module: ModuleType
+) -> tuple[ModuleType, str | None]:
     """Returns the module that runs these facts, and why it cannot (None: it can).
 
-    Both compute the same where there is neither a mask nor new rows. decode: has `why_not`; prefill: has `why_not` and
+    Both compute the same where there is neither a mask nor new rows. decode_module has `why_not`; prefill_module also
     `prefers_decode`, which says whether decode's kernels are faster.
     """
     if f.indices is not None:  # rows have keys of their own
-        return decode, decode.why_not(f)
+        return decode_module, decode_module.why_not(f)
     if f.prefill_invariant:  # one kernel for few rows and for many
-        return prefill, prefill.why_not(f)
+        return prefill_module, prefill_module.why_not(f)
     if f.op == "decode" and not _has_many_rows(f):
-        return decode, decode.why_not(f)
-    reason = prefill.why_not(f)
+        return decode_module, decode_module.why_not(f)
+    reason = prefill_module.why_not(f)
     if f.k is not None or f.batch_invariant:  # decode's kernels read no new rows, and split keys by the batch
-        return prefill, reason
-    if reason is None and not prefill.prefers_decode(f) and not _decode_reads_keys_once(f, decode):
-        return prefill, None
-    by_decode = decode.why_not(f)
+        return prefill_module, reason
+    if reason is None and not prefill_module.prefers_decode(f) and not _decode_reads_keys_once(f, decode_module):
+        return prefill_module, None
+    by_decode = decode_module.why_not(f)
     if by_decode is None or (reason is not None and f.op == "decode"):
-        return decode, by_decode
-    return prefill, None if reason is None else f"{reason}; of decode's kernels: {by_decode}"
+        return decode_module, by_decode
+    return prefill_module, None if reason is None else f"{reason}; of decode's kernels: {by_decode}"
 
 
 def _has_many_rows(f: SimpleNamespace) -> bool:

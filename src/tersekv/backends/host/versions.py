@@ -127,12 +127,12 @@ def _probe_launcher_argument_order(run: Any) -> tuple[tuple, bool] | None:
     return (before, packed) if ids[told : told + 3] == [TOLD, ENTER, LEAVE] else None
 
 
-def _encode_tensor_map(descriptor: Any, meta: list, n: int, packed: bool) -> tuple:
+def _encode_tensor_map(descriptor: Any, meta: list, num_leading_args: int, args_are_packed: bool) -> tuple:
     """Returns the kernel arguments of a tensor descriptor, as Triton's own wrapper of the C function makes them."""
     from triton.backends.nvidia.driver import wrap_handle_tensordesc
 
     seen: list[tuple] = []
     wrapped = wrap_handle_tensordesc(lambda *args: seen.append(args), {0: "tensordesc"}, meta)
-    nothing = (None,) * n
-    wrapped(*nothing, (descriptor,)) if packed else wrapped(*nothing, descriptor)
-    return tuple(seen[0][n] if packed else seen[0][n:])
+    nothing = (None,) * num_leading_args
+    wrapped(*nothing, (descriptor,)) if args_are_packed else wrapped(*nothing, descriptor)
+    return tuple(seen[0][num_leading_args] if args_are_packed else seen[0][num_leading_args:])

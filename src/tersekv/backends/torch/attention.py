@@ -64,9 +64,9 @@ def _attend_to_pages(call: Any) -> None:
                 [rows_by_kv_head(q * k_factor, batch, source.heads)], source, batch, mask_and_softcap
             )
             if state is not None:
-                results.put(batch, *finalize_to_out_and_lse(state, call.sinks, source.heads))
+                results.store_batch_rows(batch, *finalize_to_out_and_lse(state, call.sinks, source.heads))
     results.out = rotation.unrotate_and_scale_output(call, results.out)
-    results.write(
+    results.store_outputs_and_lses(
         call, broadcast_scale_to_q_heads(call_scale(call, "v_scale"), q_heads) * call_scale(call, "out_scale")
     )
 
@@ -96,8 +96,8 @@ def _attend_to_pages_and_new_rows(call: Any) -> None:
             [rows_by_kv_head(q_new, rows, pages.heads)], new, _new_rows_as_keys(rows, t), mask_and_softcap, state
         )
         if state is not None:
-            results.put(rows, *finalize_to_out_and_lse(state, call.sinks, pages.heads))
-    results.write(call, call_scale(call, "out_scale"))
+            results.store_batch_rows(rows, *finalize_to_out_and_lse(state, call.sinks, pages.heads))
+    results.store_outputs_and_lses(call, call_scale(call, "out_scale"))
 
 
 class KVSource:
@@ -152,11 +152,11 @@ class NewRowsAsPages:
         return self._v.load(at), None
 
 
-def _without_rows_that_see_no_keys(batch: Batch, t: int) -> Batch:
+def _without_rows_that_see_no_keys(batch: Batch, padding_row: int) -> Batch:
     """Returns the batch without rows before their request's first token, which see no keys."""
     none = (batch.q_lens - batch.seq_lens).clamp(min=0)
     row = torch.arange(batch.rows.shape[1], device=batch.rows.device) + none[:, None]
-    rows = torch.where(row < batch.q_lens[:, None], batch.rows[:, :1] + row, t)
+    rows = torch.where(row < batch.q_lens[:, None], batch.rows[:, :1] + row, padding_row)
     return batch._replace(rows=rows, q_lens=batch.q_lens - none)
 
 

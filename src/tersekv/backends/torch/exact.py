@@ -14,7 +14,7 @@ def without_autocast(run: Callable[[Any, Any], None]) -> Callable[[Any, Any], No
     """Returns `run` without gradients and without autocast, which would round operands of products to 16 bits."""
 
     @wraps(run)
-    def plainly(call: Any, config: Any) -> None:
+    def run_without_grad_and_autocast(call: Any, config: Any) -> None:
         fields = call if isinstance(call, tuple) else vars(call).values()
         kind = next(x for x in fields if isinstance(x, Tensor)).device.type
         with torch.no_grad():
@@ -24,4 +24,4 @@ def without_autocast(run: Callable[[Any, Any], None]) -> Callable[[Any, Any], No
             else:
                 run(call, config)
 
-    return plainly
+    return run_without_grad_and_autocast

@@ -17,11 +17,11 @@ class KeySlots(NamedTuple):
     slots: Tensor  # [C]
 
 
-def key_slots(table: Tensor, page_size: int, begin: int, end: int, seq_lens: Tensor | None) -> KeySlots:
+def key_slots(page_table: Tensor, page_size: int, begin: int, end: int, seq_lens: Tensor | None) -> KeySlots:
     """Returns pages and slots of the keys [begin, end) of B requests. With `seq_lens` [B], keys past a request's end
-    get page 0. table: [B, max_pages] int64."""
-    token = torch.arange(begin, end, device=table.device)
-    pages = table[:, token // page_size]
+    get page 0. page_table: [B, max_pages] int64."""
+    token = torch.arange(begin, end, device=page_table.device)
+    pages = page_table[:, token // page_size]
     if seq_lens is not None:
         pages = torch.where(token < seq_lens[:, None], pages, 0)
     return KeySlots(pages, token % page_size)

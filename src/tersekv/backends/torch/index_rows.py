@@ -22,10 +22,10 @@ def layer_norm_fp64(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> 
     return (y * weight.double() + bias.double()).float()
 
 
-def apply_rope_and_hadamard(call: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def apply_rope_and_hadamard(call: Any, x: Tensor, round16_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Returns fp32 rows [T, D] or [T, Hi, D] with RoPE and rotation, and which tokens have a position (None: all).
 
-    dtype:  of the caller's rows, to which `round16` rounds
+    round16_dtype:  of the caller's rows, to which `round16` rounds
     """
     known = None
     if call.cos_sin_cache is not None:
@@ -33,9 +33,9 @@ def apply_rope_and_hadamard(call: Any, x: Tensor, dtype: torch.dtype) -> tuple[T
         r, d = call.cos_sin_cache.shape[1], x.shape[-1]
         parts = list(x.split((d - r, r) if call.rope_last else (r, d - r), -1))
         parts[call.rope_last] = apply_rope(parts[call.rope_last], cos, sin, call.interleaved)
-        x = round_if_round16(call, torch.cat(parts, -1), dtype)
+        x = round_if_round16(call, torch.cat(parts, -1), round16_dtype)
     if call.hadamard:
-        x = round_if_round16(call, hadamard(x), dtype)
+        x = round_if_round16(call, hadamard(x), round16_dtype)
     return x, known
 
 
@@ -43,12 +43,12 @@ def round_if_round16(call: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).float() if call.round16 else x
 
 
-def quantize_index_rows(x: Tensor, f: KVFormat, columns: int) -> tuple[Tensor, Tensor | None]:
-    """Returns codes [..., D] of fp32 rows, and fp32 scales [..., ceil(D / columns)]; None for formats without."""
+def quantize_index_rows(x: Tensor, f: KVFormat, columns_per_scale: int) -> tuple[Tensor, Tensor | None]:
+    """Returns codes [..., D] of fp32 rows, and fp32 scales [..., ceil(D / columns_per_scale)] or None."""
     if f.scale != INDEX:
         return cast_fp8(x, f.storage) if f.storage in FP8 else x.to(f.storage), None
     parts, scales = [], []
-    for block in x.split(columns, -1):
+    for block in x.split(columns_per_scale, -1):
         amax = row_abs_max(block).clamp(min=MIN_INDEX_AMAX)
         scale = ceil_power_of_two(amax / amax.new_full((), f.max_value))
         parts.append(cast_fp8(block * reciprocal(scale)[..., None], f.storage))

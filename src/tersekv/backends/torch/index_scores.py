@@ -33,7 +33,7 @@ def configure(f: SimpleNamespace) -> None:
 
 @without_autocast
 def run(call: Any, config: None) -> None:
-    for group in iterate_rows_by_request(call):
+    for group in iterate_rows_by_request_or_one_by_one(call):
         call.out[group.rows] = compute_scores_of_rows(call, group, call.out.shape[-1])
 
 
@@ -55,7 +55,7 @@ def request_and_position_of_rows(call: Any) -> tuple[Tensor, Tensor]:
     return request, torch.where(owned, position.clamp(min=-1), -1)
 
 
-def iterate_rows_by_request(call: Any) -> Iterator[Rows]:
+def iterate_rows_by_request_or_one_by_one(call: Any) -> Iterator[Rows]:
     """Yields all rows: on a CPU request by request, checked; elsewhere one by one, so that the host reads no value."""
     request, position = request_and_position_of_rows(call)
     visible = (position + 1) // call.ratio
@@ -123,26 +123,26 @@ def compute_scores_of_rows(call: Any, request_rows: Rows, width: int) -> Tensor:
     seen = key < visible[:, None]
     if getattr(call, "starts", None) is not None:
         seen = seen & (key >= call.starts[request_rows.rows].to(torch.int64)[:, None])
-    return _column_max_ignoring_nan(s, seen[:, None] if call.each else seen, call.block, width)
+    return _max_of_key_blocks_ignoring_nan(s, seen[:, None] if call.each else seen, call.block, width)
 
 
-def _compute_qk(call: Any, q: Tensor, page: Tensor, entry: Tensor) -> Tensor:
+def _compute_qk(call: Any, q: Tensor, page: Tensor, slot: Tensor) -> Tensor:
     """Returns q · k [n, Hi, keys]; with a scale for each block of columns, times these."""
     codes = call.k_cache.view(torch.uint8) if call.k_cache.element_size() == 1 else call.k_cache
-    k = codes[page, entry].view(call.k_cache.dtype).float()
+    k = codes[page, slot].view(call.k_cache.dtype).float()
     if call.k_scale_cache is None or call.k_scale_cache.dim() == 2:
         return q @ k.T
-    scales = call.k_scale_cache[page, entry]
+    scales = call.k_scale_cache[page, slot]
     blocks = zip(q.split(INDEX_BLOCK, -1), k.split(INDEX_BLOCK, -1), scales.unbind(-1), strict=True)
     return sum(((a @ b.T) * scale for a, b, scale in blocks), q.new_zeros(()))
 
 
-def _column_max_ignoring_nan(s: Tensor, seen: Tensor, block: int, width: int) -> Tensor:
-    """Returns columns [..., W] of scores [..., keys]: the largest of each block of those seen, numbers before NaN."""
-    more = -s.shape[-1] % block
-    s = torch.nn.functional.pad(s, (0, more)).unflatten(-1, (-1, block))
-    seen = torch.nn.functional.pad(seen, (0, more)).unflatten(-1, (-1, block)).expand_as(s)
-    number = seen & ~s.isnan()
-    best = torch.where(number, s, -torch.inf).amax(-1)
-    best = torch.where(seen.any(-1) & ~number.any(-1), torch.nan, best)[..., :width]
-    return torch.nn.functional.pad(best, (0, width - best.shape[-1]), value=-torch.inf)
+def _max_of_key_blocks_ignoring_nan(scores: Tensor, visible: Tensor, block_size: int, num_blocks: int) -> Tensor:
+    """Returns columns [..., W] of scores [..., keys]: the largest of each block of visible keys, numbers before NaN."""
+    more = -scores.shape[-1] % block_size
+    scores = torch.nn.functional.pad(scores, (0, more)).unflatten(-1, (-1, block_size))
+    visible = torch.nn.functional.pad(visible, (0, more)).unflatten(-1, (-1, block_size)).expand_as(scores)
+    number = visible & ~scores.isnan()
+    best = torch.where(number, scores, -torch.inf).amax(-1)
+    best = torch.where(visible.any(-1) & ~number.any(-1), torch.nan, best)[..., :num_blocks]
+    return torch.nn.functional.pad(best, (0, num_blocks - best.shape[-1]), value=-torch.inf)

@@ -34,21 +34,22 @@ def run(call: Any, config: None) -> None:
 
 
 def store_topk_columns_and_counts(
-    call: Any, scores: Tensor, visible: Tensor, group: Tensor, is_open: Tensor | None, out: Tensor,
+    call: Any, scores: Tensor, num_visible: Tensor, open_group: Tensor, has_open_group: Tensor | None, out: Tensor,
     out_lens: Tensor | None,
 ) -> None:  # fmt: skip
     """Store the columns taken of scores [T, (Hi,) W] and how many they are.
 
-    visible:  [T] columns that each row sees; group, is_open: [T] the id that is appended, and where
+    num_visible:  [T] columns that each row sees
+    open_group, has_open_group:  [T] the id that is appended, and where
     """
     if scores.dim() == 3:
-        visible, group = visible[:, None], group[:, None]
-        is_open = None if is_open is None else is_open[:, None]
+        num_visible, open_group = num_visible[:, None], open_group[:, None]
+        has_open_group = None if has_open_group is None else has_open_group[:, None]
     column = torch.arange(scores.shape[-1], device=scores.device)
     last = min(call.keep_last, call.k)
     first = min(call.keep_first, call.k - last)
-    may = (column < visible[..., None]) & (scores != -torch.inf)
-    kept = may & ((column < first) | (column >= (visible - last)[..., None]))
+    may = (column < num_visible[..., None]) & (scores != -torch.inf)
+    kept = may & ((column < first) | (column >= (num_visible - last)[..., None]))
     # Stable sorts: by score, then numbers before NaN, then kept ones before others, then what may be taken at all.
     order = torch.where(scores.isnan(), -torch.inf, scores + 0.0).argsort(dim=-1, descending=True, stable=True)
     for first_of_all in (~scores.isnan(), kept, may):
@@ -62,9 +63,9 @@ def store_topk_columns_and_counts(
     taken = torch.nn.functional.pad(taken, (0, room), value=scores.shape[-1])
     place = torch.arange(out.shape[-1], device=scores.device)
     taken = torch.where(place < count[..., None], taken, -1)
-    if is_open is not None:
-        taken = torch.where((place == count[..., None]) & is_open[..., None], group[..., None], taken)
-        count = count + is_open
+    if has_open_group is not None:
+        taken = torch.where((place == count[..., None]) & has_open_group[..., None], open_group[..., None], taken)
+        count = count + has_open_group
     out.copy_(taken)
     if out_lens is not None:
         out_lens.copy_(count)

@@ -28,22 +28,25 @@ class ListedKeys(NamedTuple):
         return ListedKeys(*[x[begin:end] for x in self])
 
 
-def listed_keys(call: Any, num_pages: int, page_size: int, of: str = "") -> ListedKeys:
+def listed_keys(call: Any, num_pages: int, page_size: int, name_prefix: str = "") -> ListedKeys:
     """Returns the keys of the lists of a call, [T, n] or [T, Hx, n]: by positions, or by slots where it has no page
-    table. One list for all heads: [T, K]. of: what the lists belong to, in errors."""
+    table. One list for all heads: [T, K]. name_prefix: of the lists, in errors."""
     used = _entries_with_padding_as_minus_one(call)
     used = used[:, 0] if used.dim() == 3 and used.shape[1] == 1 else used
     if call.page_table is None:
         if may_read(used):
             _raise_at_first_wrong(
-                f"{of}indices", f"slots below {num_pages * page_size} (P * S)", used, used >= num_pages * page_size
+                f"{name_prefix}indices",
+                f"slots below {num_pages * page_size} (P * S)",
+                used,
+                used >= num_pages * page_size,
             )
         visible = (used >= 0) & (used < num_pages * page_size)
         slot = torch.where(visible, used, 0)
         return ListedKeys(slot // page_size, slot % page_size, visible)
     room = call.page_table.shape[1] * page_size
     if call.seq_lens is None and may_read(used):
-        _raise_at_first_wrong(f"{of}indices", f"positions below {room} (max_pages * S)", used, used >= room)
+        _raise_at_first_wrong(f"{name_prefix}indices", f"positions below {room} (max_pages * S)", used, used >= room)
     request, last = _request_and_position_of_rows(call, room)
     last = last.view(-1, *[1] * (used.dim() - 1))
     # A block past the row's own position may stand for any number: no product before it is dropped.
@@ -53,10 +56,10 @@ def listed_keys(call: Any, num_pages: int, page_size: int, of: str = "") -> List
     position = torch.where(visible, position.flatten(-2), 0)
     table = call.page_table.to(torch.int64)
     if 0 in table.shape:
-        _check_room(call, visible, position, 0)
+        _check_positions_below(call, visible, position, 0)
         return ListedKeys(position * 0, position * 0, visible & False)
     column = position // page_size
-    _check_room(call, visible, position, room)
+    _check_positions_below(call, visible, position, room)
     request = request.clamp(min=0).view(-1, *[1] * (used.dim() - 1))
     page = torch.where(visible, table[request, column.clamp(max=table.shape[1] - 1)], 0)
     if may_read(page):
@@ -77,9 +80,9 @@ def _entries_with_padding_as_minus_one(call: Any) -> Tensor:
     return torch.where(torch.arange(x.shape[-1], device=x.device) < lens, x, -1)
 
 
-def _request_and_position_of_rows(call: Any, room: int) -> tuple[Tensor, Tensor]:
+def _request_and_position_of_rows(call: Any, num_positions: int) -> tuple[Tensor, Tensor]:
     """Returns the request of each row and its position there, [T] int64; position −1 for a row of no request. A second
-    set of keys has no lengths: rows see all that there is room for."""
+    set of keys has no lengths: rows see num_positions."""
     count, row = call.page_table.shape[0], torch.arange(call.out.shape[0], device=call.out.device)
     if not count:
         return row * 0, row * 0 - 1
@@ -90,17 +93,20 @@ def _request_and_position_of_rows(call: Any, room: int) -> tuple[Tensor, Tensor]
     request = (row[:, None] >= starts[None, 1:]).sum(1)
     known = request.clamp(max=count - 1)
     if call.seq_lens is None:
-        position = row * 0 + room - 1
+        position = row * 0 + num_positions - 1
     else:
         position = call.seq_lens.to(torch.int64)[known] - starts[known + 1] + row
     return known, torch.where((request < count) & (row >= starts[0]), position, -1)
 
 
-def _check_room(call: Any, visible: Tensor, position: Tensor, room: int) -> None:
+def _check_positions_below(call: Any, visible: Tensor, position: Tensor, num_positions: int) -> None:
     """Raise ValueError on a CPU for a listed key past the page table."""
     if may_read(position):
         _raise_at_first_wrong(
-            "indices", f"positions below {room} (max_pages * S)", position, visible & (position >= room)
+            "indices",
+            f"positions below {num_positions} (max_pages * S)",
+            position,
+            visible & (position >= num_positions),
         )
 
 
@@ -138,24 +144,26 @@ def attend_to_lists(
         results.max_logits[rows] = s.amax(-1).flatten(1, 2)
 
 
-def _scores_and_values(x: KeySet, rows: slice, softcap: float) -> tuple[Tensor, Tensor]:
+def _scores_and_values(key_set: KeySet, rows: slice, softcap: float) -> tuple[Tensor, Tensor]:
     """Returns scores [N, H, G, K], −inf where a key is not visible, and values [N, H, K, Dv], 0 there."""
-    heads, visible = x.source.heads, x.keys.visible[rows]
+    heads, visible = key_set.source.heads, key_set.keys.visible[rows]
     visible = visible[:, None] if visible.dim() == 2 else visible
-    keys, values = _load_kv_and_scales(x.source, x.keys, rows)
+    keys, values = _load_kv_and_scales(key_set.source, key_set.keys, rows)
     s = torch.zeros((), device=visible.device)
-    for q, k in zip(x.q, keys[:-1], strict=True):
+    for q, k in zip(key_set.q, keys[:-1], strict=True):
         s = s + torch.einsum("nhgd,nhkd->nhgk", q[rows].unflatten(1, (heads, -1)), k)
     if keys[-1] is not None:
         s = s * keys[-1][:, :, None]
     if softcap:
         s = (s / softcap).tanh() * softcap
     v = values[0] if values[1] is None else values[0] * values[1][..., None]
-    v = torch.where(visible[..., None], v, 0.0) * x.value_scale
+    v = torch.where(visible[..., None], v, 0.0) * key_set.value_scale
     return torch.where(visible[:, :, None], s, -torch.inf), v
 
 
-def _load_kv_and_scales(source: PagedSource, keys: ListedKeys, rows: slice) -> tuple[list[Any], list[Any]]:
+def _load_kv_and_scales(
+    source: PagedSource, listed_keys_of_rows: ListedKeys, rows: slice
+) -> tuple[list[Any], list[Any]]:
     """Returns key parts [N, H, K, D_i] and their scale [N, H, K] or None; values and theirs."""
 
     def load(pages: Tensor, slots: Tensor) -> list[Tensor | None]:
@@ -163,7 +171,7 @@ def _load_kv_and_scales(source: PagedSource, keys: ListedKeys, rows: slice) -> t
         found = [*parts, factor, *source.values(KeySlots(pages, slots))]
         return [None if x is None else x.unflatten(0, (-1, source.heads)) for x in found]
 
-    pages, slots = keys.pages[rows], keys.slots[rows]
+    pages, slots = listed_keys_of_rows.pages[rows], listed_keys_of_rows.slots[rows]
     if pages.dim() == 2:
         found = load(pages, slots)
     else:  # a list for each head: the rows of all heads are loaded for each list, and one head's kept

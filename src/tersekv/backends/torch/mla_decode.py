@@ -53,15 +53,15 @@ def run(call: Any, config: None) -> None:
         sets = [call] if call.extra_indices is None else [call, _second_set(call)]
         listed = [_listed(x, "extra." if i else "") for i, x in enumerate(sets)]
         attend_to_lists(listed, call.sinks, 0.0, results, call.lse_of_keys)
-        results.write(call, call_scale(call, "out_scale"))
+        results.store_outputs_and_lses(call, call_scale(call, "out_scale"))
         return
     source, kv_scale = _source(call), call_scale(call, "kv_scale")
     q = _scaled_query(call)
     for batch in request_batches(call, MaskAndSoftcap(), source.num_pages, source.page_size):
         state = attend_to_batch_keys([rows_by_kv_head(x, batch, 1) for x in q], source, batch, MaskAndSoftcap())
         if state is not None:
-            results.put(batch, *finalize_to_out_and_lse(state, call.sinks, 1, call.lse_of_keys))
-    results.write(call, kv_scale * call_scale(call, "out_scale"))
+            results.store_batch_rows(batch, *finalize_to_out_and_lse(state, call.sinks, 1, call.lse_of_keys))
+    results.store_outputs_and_lses(call, kv_scale * call_scale(call, "out_scale"))
 
 
 def _second_set(call: Any) -> SimpleNamespace:

@@ -175,11 +175,11 @@ def causal_attention_and_lse(
     return out, (top[..., 0] + total.log()).masked_fill(none, -torch.inf)
 
 
-def merge_partial_in_place(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def merge_partial_in_place(out: Tensor, lse: Tensor, partial_o: Tensor, partial_lse: Tensor) -> None:
     """Merge a partial result over other keys into (out [..., Dv], lse), in place."""
-    total = torch.logaddexp(lse, part_lse)
+    total = torch.logaddexp(lse, partial_lse)
     base = total.masked_fill(total == -torch.inf, 0.0)
-    out.mul_((lse - base).exp()[..., None]).add_((part_lse - base).exp()[..., None] * part)
+    out.mul_((lse - base).exp()[..., None]).add_((partial_lse - base).exp()[..., None] * partial_o)
     lse.copy_(total)
 
 

@@ -52,16 +52,16 @@ class Results:
         self.lse = torch.full((rows + 1, heads), -torch.inf, dtype=torch.float32, device=device)
         self.max_logits = self.lse.clone()
 
-    def put(self, batch: Batch, out: Tensor, lse: Tensor) -> None:
+    def store_batch_rows(self, batch: Batch, out: Tensor, lse: Tensor) -> None:
         """Store out [B * H, Q * G, Dv] and lse [B * H, Q * G] of a batch."""
         b, q = batch.rows.shape
         t = batch.rows.flatten()
         self.out.index_copy_(0, t, _heads_by_row(out, b, q))
         self.lse.index_copy_(0, t, _heads_by_row(lse[..., None], b, q)[..., 0])
 
-    def write(self, call: Any, out_factor: float | Tensor) -> None:
-        """Store outputs × out_factor in call.out, cast to its dtype (fp8 saturates, NaN stays NaN), and the LSEs."""
-        x = self.out[:-1] * out_factor
+    def store_outputs_and_lses(self, call: Any, out_scale: float | Tensor) -> None:
+        """Store outputs × out_scale in call.out, cast to its dtype (fp8 saturates, NaN stays NaN), and the LSEs."""
+        x = self.out[:-1] * out_scale
         if call.out.dtype in FP8:
             largest = torch.finfo(call.out.dtype).max
             x = x.clamp_(-largest, largest)

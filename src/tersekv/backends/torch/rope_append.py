@@ -43,13 +43,15 @@ def run(call: Any, config: None) -> None:
     quantize_and_scatter_kv(call, k, call.v.to(torch.float32), slots)
 
 
-def rope_scale_and_store_queries(call: Any, cos: Tensor | None, sin: Tensor | None, known: Tensor | None) -> None:
+def rope_scale_and_store_queries(
+    call: Any, cos: Tensor | None, sin: Tensor | None, has_position: Tensor | None
+) -> None:
     """Store q_rope_out and q_nope_out of `call`: rotated (the former), scaled, cast.
 
-    Rows are 0 if the position is not `known` [T] and, with `zero_padding`, if the token is skipped by a negative index.
-    cos, sin [T, R/2] and `known` are None without rotation.
+    Rows are 0 if the token has no position (`has_position` [T]) and, with `zero_padding`, if the token is skipped by a
+    negative index. cos, sin [T, R/2] and `has_position` are None without rotation.
     """
-    zero = None if known is None else ~known
+    zero = None if has_position is None else ~has_position
     if call.zero_padding:
         zero = skipped_tokens(call) if zero is None else zero | skipped_tokens(call)
     for x, out, rotary in ((call.q_rope, call.q_rope_out, True), (call.q_nope, call.q_nope_out, False)):

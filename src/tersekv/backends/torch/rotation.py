@@ -45,7 +45,9 @@ def unrotate_and_scale(x: Tensor, signs: Tensor | None, channel_scale: Tensor | 
     return x if channel_scale is None else x * channel_scale
 
 
-def convert_row_attributes_and_equal_heads(x: Tensor, src: Attributes, dst: Attributes) -> tuple[Tensor, Tensor]:
+def convert_rotation_and_scales_and_find_unchanged_heads(
+    x: Tensor, src: Attributes, dst: Attributes
+) -> tuple[Tensor, Tensor]:
     """Returns stored rows [T, H, D] fp32 with the attributes of another cache, and which heads [H] had the same.
 
     src, dst:  (signs, channel scale), either may be None
@@ -72,18 +74,18 @@ def hadamard(x: Tensor) -> Tensor:
     return _signed_normalized_hadamard(x, None, x.shape[-1] & -x.shape[-1])
 
 
-def _signed_normalized_hadamard(x: Tensor, signs: Tensor | None, b: int) -> Tensor:
-    """Returns x [..., D] times signs and Sylvester's Hadamard matrix / sqrt(b), in blocks of b columns."""
-    y = x.unflatten(-1, (-1, b))
+def _signed_normalized_hadamard(x: Tensor, signs: Tensor | None, block_size: int) -> Tensor:
+    """Returns x [..., D] times signs and Sylvester's Hadamard matrix / sqrt(b), in blocks of block_size columns."""
+    y = x.unflatten(-1, (-1, block_size))
     if signs is not None:
         y = y * signs
     h = 1
-    while h < b:
+    while h < block_size:
         pairs = y.unflatten(-1, (-1, 2, h))
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         y = torch.stack((first + second, first - second), -2).flatten(-3)
         h *= 2
-    return (y * b**-0.5).flatten(-2)
+    return (y * block_size**-0.5).flatten(-2)
 
 
 def _of_query_heads(channel_scale: Tensor, x: Tensor) -> Tensor:

@@ -62,19 +62,21 @@ def _target_token_slots(call: Any, token: Tensor, live: Tensor) -> TokenSlots:
     return slots
 
 
-def _transcode_k_or_v(call: Any, side: str, page: Tensor, entry: Tensor, slots: TokenSlots) -> None:
+def _transcode_k_or_v(call: Any, side: str, src_page: Tensor, src_slot: Tensor, dst_slots: TokenSlots) -> None:
     """Store K or V of the tokens."""
     src, dst = (ALL_FORMATS[name] for name in _formats(call, side))
     cache, scale_cache = getattr(call, f"{side}_cache"), getattr(call, f"{side}_scale_cache")
-    codes = _load_rows(getattr(call, f"src_{side}"), page, entry)
+    codes = _load_rows(getattr(call, f"src_{side}"), src_page, src_slot)
     stored = getattr(call, f"src_{side}_scale_cache")
-    stored = None if stored is None else _load_rows(stored, page, entry)
+    stored = None if stored is None else _load_rows(stored, src_page, src_slot)
     old, new = (_dequantizing_scale(call, f"{prefix}{side}_scale", codes) for prefix in ("src_", ""))
     attributes = [
         (getattr(call, f"{prefix}{side}_signs"), getattr(call, f"{prefix}{side}_channel_scale"))
         for prefix in ("src_", "")
     ]
-    x, same = rotation.convert_row_attributes_and_equal_heads(dequantize(codes, stored, src, old[:, None]), *attributes)
+    x, same = rotation.convert_rotation_and_scales_and_find_unchanged_heads(
+        dequantize(codes, stored, src, old[:, None]), *attributes
+    )
     # As an append does it, whose number is the multiplier: nvfp4's scale is the reciprocal of that.
     global_scale = None if getattr(call, f"{side}_scale_t") is None else new[:, None]
     new_codes, new_stored = quantize_rows(x, dst, reciprocal(new)[:, None], global_scale)
@@ -83,9 +85,9 @@ def _transcode_k_or_v(call: Any, side: str, page: Tensor, entry: Tensor, slots: 
         new_codes = _keep_equal_rows(same, codes, new_codes)
         if stored is not None and new_stored is not None:
             new_stored = _keep_equal_rows(same, stored, new_stored)
-    scatter_rows(cache, new_codes, slots)
+    scatter_rows(cache, new_codes, dst_slots)
     if new_stored is not None:
-        scatter_rows(scale_cache, new_stored, slots)
+        scatter_rows(scale_cache, new_stored, dst_slots)
 
 
 def _formats(call: Any, side: str) -> tuple[str, str]:
@@ -103,9 +105,9 @@ def _dequantizing_scale(call: Any, name: str, like: Tensor) -> Tensor:
     return torch.full((1,), value, dtype=torch.float32, device=like.device) if tensor is None else tensor
 
 
-def _keep_equal_rows(same: Tensor, old: Tensor, new: Tensor) -> Tensor:
+def _keep_equal_rows(unchanged: Tensor, src_rows: Tensor, converted_rows: Tensor) -> Tensor:
     """Returns rows [T, H, ...] of heads that are the same on both sides as they were, others as they became."""
-    same = same.view(-1, *[1] * (old.dim() - 2))
-    if old.element_size() > 1:
-        return torch.where(same, old, new)
-    return torch.where(same, old.view(torch.uint8), new.view(torch.uint8)).view(old.dtype)
+    unchanged = unchanged.view(-1, *[1] * (src_rows.dim() - 2))
+    if src_rows.element_size() > 1:
+        return torch.where(unchanged, src_rows, converted_rows)
+    return torch.where(unchanged, src_rows.view(torch.uint8), converted_rows.view(torch.uint8)).view(src_rows.dtype)

@@ -31,7 +31,8 @@ def append_kernel(
     ROWS_K: tl.constexpr, ROWS_V: tl.constexpr, PAGE: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
     K_SCALE_PER_HEAD: tl.constexpr, V_SCALE_PER_HEAD: tl.constexpr, SCALE_QUANTIZES: tl.constexpr,
     NATIVE_FP8_CAST: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, K_PACKED: tl.constexpr, V_PACKED: tl.constexpr, USE_PTX: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, K_PACKED_READ_MODE: tl.constexpr, V_PACKED_READ_MODE: tl.constexpr,
+    USE_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
     PDL_LAUNCH_LATE: tl.constexpr,
 ):  # fmt: skip
@@ -42,21 +43,23 @@ def append_kernel(
         num_indices,
     )  # fmt: skip
     rope_args = (None, None, 0, 0)
+    # K: scales, rotation and the wait for the previous kernel are inside
     if i_block < k_end:
         quantize_and_append_rows(
             i_block, num_tokens, p_k, strides_k, p_k_codes, strides_k_codes, p_k_scales, strides_k_scales, p_k_scale,
             k_scale,
             slot_args, rope_args, H, DK, DK_PAD, ROWS_K, PAGE, K_FORMAT, K_SCALE_PER_HEAD, SCALE_QUANTIZES,
             NATIVE_FP8_CAST, STRIDE_UNIT,
-            K_PACKED, USE_PTX, USE_PDL, PDL_LAUNCH_LATE, (p_k_signs, p_k_channels, stride_k_channels),
+            K_PACKED_READ_MODE, USE_PTX, USE_PDL, PDL_LAUNCH_LATE, (p_k_signs, p_k_channels, stride_k_channels),
         )  # fmt: skip
+    # V
     else:
         quantize_and_append_rows(
             i_block - k_end, num_tokens, p_v, strides_v, p_v_codes, strides_v_codes, p_v_scales, strides_v_scales,
             p_v_scale,
             v_scale, slot_args, rope_args, H, DV, DV_PAD, ROWS_V, PAGE, V_FORMAT, V_SCALE_PER_HEAD, SCALE_QUANTIZES,
             NATIVE_FP8_CAST, STRIDE_UNIT,
-            V_PACKED, USE_PTX, USE_PDL, PDL_LAUNCH_LATE, (p_v_signs, p_v_channels, stride_v_channels),
+            V_PACKED_READ_MODE, USE_PTX, USE_PDL, PDL_LAUNCH_LATE, (p_v_signs, p_v_channels, stride_v_channels),
         )  # fmt: skip
 
 
@@ -98,7 +101,8 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "V_FORMAT": row_programs.stored_format(formats[1], f.widen),
         "K_SCALE_PER_HEAD": row_programs.per_head(f.k_scale_t), "V_SCALE_PER_HEAD": row_programs.per_head(f.v_scale_t),
         "SCALE_QUANTIZES": f.scales_quantize, "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f), "STRIDE_UNIT": unit,
-        "K_PACKED": packed[0], "V_PACKED": packed[1], "USE_PTX": launch.has_ptx(f), "USE_PDL": row_programs.uses_pdl(f),
+        "K_PACKED_READ_MODE": packed[0], "V_PACKED_READ_MODE": packed[1], "USE_PTX": launch.has_ptx(f),
+        "USE_PDL": row_programs.uses_pdl(f),
         "PDL_LAUNCH_LATE": any(row_programs.launches_dependents_late(name, elements_per_program,
                                                                      row_programs.SMALL) for name in formats),
     }  # fmt: skip

@@ -12,7 +12,12 @@ from ..host import launch, row_programs
 from ..host.bind import BYTES, BoundLaunches, KernelLaunch, LaunchSequence, tensor_args
 from .parts.index_rows import BLOCK, INDEX, cast_index_rows, encode_index_fp8, load_index_rows
 from .parts.quant import store_codes
-from .parts.token_rows import cos_sin_row_ptr_and_mask, load_rope_position, load_token_slot, resolve_page_slot
+from .parts.token_rows import (
+    cos_sin_row_ptr_and_mask,
+    load_rope_position,
+    load_slot_or_request_and_position,
+    resolve_page_slot,
+)
 
 _TENSOR_ARGS = tensor_args(
     BYTES, p_k="k", p_codes="k_cache", p_scales="k_scale_cache", p_slot_mapping="slot_mapping", p_weight="norm_weight",
@@ -31,7 +36,7 @@ def index_append_kernel(
     """Handles ROWS tokens; past the last one it is repeated, and stored again alike."""
     token = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), num_tokens - 1)
     slot_args = (p_slot_mapping, None, None, None, None, num_pages, 0, 0)
-    page, page_slot, m_write = resolve_page_slot(load_token_slot(token, slot_args), slot_args, PAGE)
+    page, page_slot, m_write = resolve_page_slot(load_slot_or_request_and_position(token, slot_args), slot_args, PAGE)
     m_write = m_write[:, None]
     p_cos_sin_row, has_position = None, None
     if p_cos_sin is not None:

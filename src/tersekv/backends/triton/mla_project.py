@@ -108,12 +108,12 @@ def project_kernel(
     )  # fmt: skip
 
 
-def make_projection_launch(f: SimpleNamespace, choice: ProjectionConfig, x: str = "x", weight: str = "weight",
-                           scale: str = "weight_scale",
-             out: str = "out") -> KernelLaunch:  # fmt: skip
-    """Returns the launch. x, weight, scale, out: names of the call's tensors"""
+def make_projection_launch(f: SimpleNamespace, choice: ProjectionConfig, x_name: str = "x", weight_name: str = "weight",
+                           scale_name: str = "weight_scale",
+             out_name: str = "out") -> KernelLaunch:  # fmt: skip
+    """Returns the launch of f's projection, on tensors of the call by these names."""
     (tokens, heads, rank), columns, t = f.x.shape, f.weight.shape[1], choice.tile
-    arguments = tensor_args(BYTES, X=x, W=weight, W_SCALE=scale, OUT=out) | {
+    arguments = tensor_args(BYTES, X=x_name, W=weight_name, W_SCALE=scale_name, OUT=out_name) | {
         "T": tokens, **stride_args(f.x, stride_x="th"), **stride_args(f.weight, stride_w="hn"),
         **stride_args(f.weight_scale, stride_s="hn"), **stride_args(f.out, stride_o="th"), "N": columns, "K": rank,
         **projection_constants(choice),

@@ -67,6 +67,7 @@ def rope_append_kernel(
         num_indices,
     )  # fmt: skip
     rope_args = (p_cos_sin, p_rope_positions, max_pos, stride_cos_sin)
+    # K
     if i_block < k_end:
         rope_quantize_and_append_keys(
             i_block, num_tokens, p_k_rope, strides_k_rope, p_k_nope, strides_k_nope, p_k_codes, strides_k_codes,
@@ -75,6 +76,7 @@ def rope_append_kernel(
             STRIDE_UNIT, SPLIT_HALVES,
             USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS, (p_k_signs, p_k_channels, stride_k_channels),
         )  # fmt: skip
+    # V
     elif i_block < v_end:
         quantize_and_append_rows(
             i_block - k_end, num_tokens, p_v, strides_v, p_v_codes, strides_v_codes, p_v_scales, strides_v_scales,
@@ -83,6 +85,7 @@ def rope_append_kernel(
             NATIVE_FP8_CAST, STRIDE_UNIT, PACKED,
             USE_PTX, USE_PDL, PDL_LAUNCH_LATE, (p_v_signs, p_v_channels, stride_v_channels),
         )  # fmt: skip
+    # Rotary part of q, to its output
     elif i_block < rope_end:
         if p_q_rope is not None:
             rope_and_cast_queries(
@@ -92,6 +95,7 @@ def rope_append_kernel(
                 SCALE_QUANTIZES, NATIVE_FP8_CAST, STRIDE_UNIT,
                 USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS,
             )  # fmt: skip
+    # Other part of q
     elif p_q_nope is not None:
         rope_and_cast_queries(
             i_block - rope_end, num_tokens, p_q_nope, strides_q_nope, p_q_nope_out, strides_q_nope_out, p_q_scale,

@@ -20,13 +20,13 @@ from ..host.bind import BYTES, BoundLaunches, KernelLaunch, LaunchSequence, tens
 from .parts.dequant import BF16, E2M1, E4M3, E5M2, FP16, INT4, INT8, e4m3_bytes_to_fp16
 from .parts.hadamard import blockwise_hadamard_unnormalized
 from .parts.int4_rows import (
-    decode_words,
-    load_row_words,
+    decode_32bit_words,
+    hadamard_of_row_tiles,
+    load_rows_as_32bit_words,
     quantize_and_store_int4_tiles,
-    rotate_tiles,
-    row_range_of_tiles,
-    row_range_of_words,
-    sign_words,
+    row_min_max_of_tiles,
+    row_min_max_of_words,
+    xor_words_of_signs,
 )
 from .parts.nvfp4_rows import quantize_and_store_nvfp4_tiles
 from .parts.quant import BLOCK, GROUP, TENSOR, TOKEN_HEAD, ZERO_POINT, quantize_and_store, reciprocal_rn, store_codes
@@ -53,25 +53,25 @@ _MAX_ROWS = 1 << 31  # of a side, that 32 bits count
 
 
 @triton.jit
-def load_layer_offset(p_layer, COLUMN: tl.constexpr, SIZE: tl.constexpr):
-    """Returns how many elements of SIZE bytes a layer's tensor lies behind that of the first layer."""
-    if p_layer is None:
+def load_layer_offset(p_layer_table, TABLE_COLUMN: tl.constexpr, ELEMENT_BYTES: tl.constexpr):
+    """Returns how many elements of ELEMENT_BYTES bytes a layer's tensor lies behind that of the first layer."""
+    if p_layer_table is None:
         return tl.full([], 0, tl.int64)
     else:
-        return tl.load(p_layer + COLUMN) * (16 // SIZE)  # a product, which says how it is aligned
+        return tl.load(p_layer_table + TABLE_COLUMN) * (16 // ELEMENT_BYTES)  # a product, which says how it is aligned
 
 
 @triton.jit
 def load_dequantizing_scale(
-    p_scale, scale, p_layer, TENSOR_COLUMN: tl.constexpr, COLUMN: tl.constexpr, head, PER_HEAD: tl.constexpr
+    p_scale, scale, p_layer_table, OFFSET_COLUMN: tl.constexpr, VALUE_COLUMN: tl.constexpr, head, PER_HEAD: tl.constexpr
 ):
     """Returns the dequantizing scale of rows: [ROWS, 1] with one for each head, else [1, 1]."""
     one = tl.zeros([1, 1], tl.int32)
     if p_scale is not None:
-        p_scale += load_layer_offset(p_layer, TENSOR_COLUMN, 4)
+        p_scale += load_layer_offset(p_layer_table, OFFSET_COLUMN, 4)
         return tl.load(p_scale + (head[:, None] if PER_HEAD else one))
-    elif p_layer is not None:
-        return tl.load(p_layer + COLUMN + one).to(tl.int32).to(tl.float32, bitcast=True)
+    elif p_layer_table is not None:
+        return tl.load(p_layer_table + VALUE_COLUMN + one).to(tl.int32).to(tl.float32, bitcast=True)
     else:
         return one.to(tl.float32) + scale
 
@@ -117,20 +117,20 @@ def decode_elements(codes, FORMAT: tl.constexpr, NATIVE_E4M3: tl.constexpr):
 
 @triton.jit
 def dequantize_rows(
-    codes, p_stored, o_stored, m_live, scale, D: tl.constexpr, D_PAD: tl.constexpr, FORMAT: tl.constexpr,
+    codes, p_stored_scales, o_stored_scales, m_live, scale, D: tl.constexpr, D_PAD: tl.constexpr, FORMAT: tl.constexpr,
     NATIVE_E4M3: tl.constexpr,
 ):  # fmt: skip
     """Returns rows [ROWS, D_PAD] fp32: code × stored scale × scale; columns from D on are 0."""
     ROWS: tl.constexpr = codes.shape[0]
     x = decode_elements(codes, FORMAT, NATIVE_E4M3)
     if FORMAT.SCALE == TOKEN_HEAD:
-        stored = tl.load(p_stored + o_stored, mask=m_live, other=0.0)
+        stored = tl.load(p_stored_scales + o_stored_scales, mask=m_live, other=0.0)
         if FORMAT.CODE == INT4:
             x -= (stored.to(tl.int32, bitcast=True) & ZERO_POINT).to(tl.float32)
         x *= stored
     elif FORMAT.SCALE == BLOCK or FORMAT.SCALE == GROUP:
         SIZE: tl.constexpr = 16 if FORMAT.SCALE == BLOCK else 128
-        stored = load_live_rows(p_stored, o_stored, m_live, D // SIZE, D_PAD // SIZE)
+        stored = load_live_rows(p_stored_scales, o_stored_scales, m_live, D // SIZE, D_PAD // SIZE)
         if FORMAT.SCALE == BLOCK:
             stored = e4m3_bytes_to_fp16(stored).to(tl.float32)
         x = tl.reshape(tl.reshape(x, [ROWS, D_PAD // SIZE, SIZE]) * stored[:, :, None], [ROWS, D_PAD])
@@ -205,55 +205,56 @@ def change_rotation_and_channel_scales(x, src_attributes, dst_attributes, unequa
 
 
 @triton.jit
-def load_tiles(
-    p_src, o_src, p_stored, o_stored, m_live, p_scale, scale, p_layer, head, SIDE: tl.constexpr, D: tl.constexpr,
-    THREADS: tl.constexpr, FORMAT: tl.constexpr, PER_HEAD: tl.constexpr, p_dst_signs, NATIVE_E4M3: tl.constexpr,
+def load_dequantized_tiles_and_row_min_max(
+    p_src, o_src, p_stored_scales, o_stored_scales, m_live, p_scale, scale, p_layer, head, SIDE: tl.constexpr,
+    D: tl.constexpr,
+    THREADS_PER_ROW: tl.constexpr, FORMAT: tl.constexpr, PER_HEAD: tl.constexpr, p_dst_signs, NATIVE_E4M3: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """Loads rows as tiles (`parts/int4_rows.py`): code × scale, rotated if there are signs. Returns their range too."""
     PACK: tl.constexpr = 32 // p_src.dtype.element_ty.primitive_bitwidth
-    words = load_row_words(p_src, o_src, m_live, D // PACK, THREADS)
+    words = load_rows_as_32bit_words(p_src, o_src, m_live, D // PACK, THREADS_PER_ROW)
     if p_dst_signs is not None:
-        words ^= sign_words(p_dst_signs, D // PACK, PACK)
-    tiles = decode_words(words, FORMAT, NATIVE_E4M3, USE_PTX)
+        words ^= xor_words_of_signs(p_dst_signs, D // PACK, PACK)
+    tiles = decode_32bit_words(words, FORMAT, NATIVE_E4M3, USE_PTX)
     IN_16_BITS: tl.constexpr = FORMAT.CODE == BF16 or FORMAT.CODE == FP16 or (FORMAT.CODE == E4M3 and NATIVE_E4M3)
     RANGE_OF_WORDS: tl.constexpr = USE_PTX and IN_16_BITS and p_dst_signs is None
     if RANGE_OF_WORDS:
-        row_min, row_max = row_range_of_words(words, FORMAT)
+        row_min, row_max = row_min_max_of_words(words, FORMAT)
     if FORMAT.SCALE == TOKEN_HEAD or FORMAT.SCALE == TENSOR:
         if FORMAT.SCALE == TENSOR:
             factor = load_dequantizing_scale(p_scale, scale, p_layer, 8 + SIDE, 20 + SIDE, head, PER_HEAD)
         else:
-            factor = tl.load(p_stored + o_stored, mask=m_live, other=0.0)
+            factor = tl.load(p_stored_scales + o_stored_scales, mask=m_live, other=0.0)
         scaled = ()
         for j in tl.static_range(PACK):
             scaled = scaled + (tiles[j] * factor,)
         tiles = scaled
         if RANGE_OF_WORDS:  # rounding keeps the order, and a scale below 0 turns it
-            row_min, row_max = row_range_of_tiles((row_min[:, None] * factor, row_max[:, None] * factor))
+            row_min, row_max = row_min_max_of_tiles((row_min[:, None] * factor, row_max[:, None] * factor))
     if p_dst_signs is not None:
-        tiles = rotate_tiles(tiles)
+        tiles = hadamard_of_row_tiles(tiles)
     if not RANGE_OF_WORDS:
-        row_min, row_max = row_range_of_tiles(tiles)
+        row_min, row_max = row_min_max_of_tiles(tiles)
     return tiles, (row_min, row_max)
 
 
 @triton.jit
 def transcode_rows(
-    i_block, tokens, page_args, src, dst, head_strides, p_layer, SIDE: tl.constexpr,
+    i_block, token_count_args, page_args, src, dst, head_strides, p_layer, SIDE: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, SRC_PAGE: tl.constexpr,
     DST_PAGE: tl.constexpr, SRC_FORMAT: tl.constexpr, DST_FORMAT: tl.constexpr, SRC_PER_HEAD: tl.constexpr,
-    DST_PER_HEAD: tl.constexpr, COPY: tl.constexpr, STRIDE_UNIT: tl.constexpr, NATIVE_E4M3: tl.constexpr,
-    NATIVE_FP8_CAST: tl.constexpr, THREADS: tl.constexpr, USE_PTX: tl.constexpr,
+    DST_PER_HEAD: tl.constexpr, COPY_ALL_ROWS: tl.constexpr, STRIDE_UNIT: tl.constexpr, NATIVE_E4M3: tl.constexpr,
+    NATIVE_FP8_CAST: tl.constexpr, THREADS_PER_ROW: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """Transcodes one block of rows of K (SIDE 0) or V (1).
 
-    tokens:        (most tokens, pointer to their number or None)
+    token_count_args:  (most tokens, pointer to their number or None)
     page_args:     pointers src_pages and dst_pages, pages of either cache
     src, dst:      pointers codes, stored scales, scale, signs, channel scales; the scale; strides of codes, of scales
     head_strides:  of channel scales of src and dst
     """
-    max_tokens, p_num_tokens = tokens
+    max_tokens, p_num_tokens = token_count_args
     p_src_pages, p_dst_pages, num_src_pages, num_dst_pages = page_args
     token, head = token_and_head_of_rows(i_block, max_tokens, H, ROWS)
     live = token < (max_tokens if p_num_tokens is None else tl.load(p_num_tokens).to(tl.int64))
@@ -271,10 +272,10 @@ def transcode_rows(
     o_src_stored += load_layer_offset(p_layer, 2 + SIDE, 1 if SRC_FORMAT.SCALE == BLOCK else 4)
     o_dst_stored += load_layer_offset(p_layer, 6 + SIDE, 1 if DST_FORMAT.SCALE == BLOCK else 4)
 
-    if THREADS > 0:
+    if THREADS_PER_ROW > 0:
         # The range, which nvfp4 has no use for, the compiler drops.
-        tiles, row_range = load_tiles(
-            p_src, o_src, p_src_stored, o_src_stored, m_live, src[2], src[5], p_layer, head, SIDE, D, THREADS,
+        tiles, row_range = load_dequantized_tiles_and_row_min_max(
+            p_src, o_src, p_src_stored, o_src_stored, m_live, src[2], src[5], p_layer, head, SIDE, D, THREADS_PER_ROW,
             SRC_FORMAT, SRC_PER_HEAD, None if dst[3] is None else dst[3] + load_layer_offset(p_layer, 14 + SIDE, 4),
             NATIVE_E4M3, USE_PTX,
         )  # fmt: skip
@@ -296,7 +297,7 @@ def transcode_rows(
     PER_ELEMENT: tl.constexpr = 2 if SRC_FORMAT.CODE == INT4 or SRC_FORMAT.CODE == E2M1 else 1
     codes = load_live_rows(p_src, o_src, m_live, D // PER_ELEMENT, D_PAD // PER_ELEMENT)
     SAME_FORMAT: tl.constexpr = SRC_FORMAT.CODE == DST_FORMAT.CODE and SRC_FORMAT.SCALE == DST_FORMAT.SCALE
-    if not COPY:
+    if not COPY_ALL_ROWS:
         src_scale = load_dequantizing_scale(src[2], src[5], p_layer, 8 + SIDE, 20 + SIDE, head, SRC_PER_HEAD)
         dst_scale = load_dequantizing_scale(dst[2], dst[5], p_layer, 10 + SIDE, 22 + SIDE, head, DST_PER_HEAD)
         src_attributes = (
@@ -313,7 +314,7 @@ def transcode_rows(
     # Rows that are the same on both sides.
     m_copy = m_live
     if SAME_FORMAT:
-        if not COPY:
+        if not COPY_ALL_ROWS:
             m_copy = m_live & (unequal == 0) & (src_scale == dst_scale)
         store_codes(p_dst, o_dst, codes, m_copy, D // PER_ELEMENT)
         if SRC_FORMAT.SCALE == TOKEN_HEAD:
@@ -325,7 +326,7 @@ def transcode_rows(
             store_codes(p_dst_stored, o_dst_stored, stored, m_copy, D // SIZE)
 
     # All others.
-    if not COPY:
+    if not COPY_ALL_ROWS:
         m_change = m_live & (m_copy == 0) if SAME_FORMAT else m_live
         if tl.max(tl.max(m_change.to(tl.int32), 1), 0) != 0:
             x = dequantize_rows(codes, p_src_stored, o_src_stored, m_live, src_scale, D, D_PAD, SRC_FORMAT, NATIVE_E4M3)
@@ -406,7 +407,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     pads = {s: max(row_programs.padded_columns(dims[s], name) for name in formats[s]) for s in _SIDES}
     elements = row_programs.program_elements(tokens * heads * sum(pads.values()) * num_layers)
     unit = row_programs.common_stride_unit_of_tensors(f.src_k, f.src_v, f.k_cache, f.v_cache)
-    threads = {s: _threads_of_row(f, s, formats[s], dims[s], unit) for s in _SIDES}
+    threads = {s: _choose_threads_per_row(f, s, formats[s], dims[s], unit) for s in _SIDES}
     warps = 4
     if any(threads.values()):
         warps = _WARPS if elements == row_programs.MAX_ELEMENTS else 1
@@ -434,7 +435,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     return LaunchSequence(KernelLaunch(transcode_kernel, (num_programs, num_layers), arguments, **options))
 
 
-def _threads_of_row(f: SimpleNamespace, side: str, formats: tuple[str, str], dim: int, unit: int) -> int:
+def _choose_threads_per_row(f: SimpleNamespace, side: str, formats: tuple[str, str], dim: int, unit: int) -> int:
     """Returns how many threads share a row that becomes 4 bits by `int4_rows` or `nvfp4_rows`; 0: rows go by elements.
 
     A thread holds 64 numbers of a row; of rotated rows all, since threads would exchange every number, up to 128, or 64

@@ -23,7 +23,7 @@ struct AppendRun {
 
     // Appends the rows of thread `mine`: those whose slot hashes to it, so that of two tokens with one slot the last is
     // written, and the queries of every n-th token.
-    static void append_rows_of_thread(void* context, int64_t mine) {
+    static void append_rows_of_thread(void* context, int64_t i_thread) {
         const AppendRun& self = *static_cast<AppendRun*>(context);
         float* x = reinterpret_cast<float*>(cached_buffer(FOR_ITEM, self.longest * 8 + 256));
         if (x == nullptr) return;
@@ -31,96 +31,96 @@ struct AppendRun {
         for (int64_t t = 0; t < self.c.tokens; t++) {
             TokenSlot to = self.find_slot_and_rope_position(t);
             uint64_t slot = static_cast<uint64_t>(to.page) * self.c.page_size + to.entry;
-            bool writes = to.page >= 0 && static_cast<int64_t>((slot * 0x9E3779B97F4A7C15ull >> 32) % self.threads) == mine;
+            bool writes = to.page >= 0 && static_cast<int64_t>((slot * 0x9E3779B97F4A7C15ull >> 32) % self.threads) == i_thread;
             for (int64_t i = 0; i < self.c.num_row_writes; i++) {
                 const RowWrite& s = self.c.row_writes[i];
-                if (s.cached ? writes : t % self.threads == mine)
+                if (s.cached ? writes : t % self.threads == i_thread)
                     for (int64_t h = 0; h < s.heads; h++) self.append_or_cast_row(s, t, h, to, x, codes);
             }
         }
     }
 
-    TokenSlot find_slot_and_rope_position(int64_t t) const {
+    TokenSlot find_slot_and_rope_position(int64_t token) const {
         TokenSlot to = {-1, 0, -1, false};
         if (c.cos_sin >= 0) {
-            to.position = read_index(at[c.positions.tensor], c.positions.dtype, t);
+            to.position = read_index(at[c.positions.tensor], c.positions.dtype, token);
             if (to.position < 0 || to.position >= c.max_position) to.position = -1;
         }
         if (c.slots.tensor >= 0) {
-            int64_t slot = read_index(at[c.slots.tensor], c.slots.dtype, t);
+            int64_t slot = read_index(at[c.slots.tensor], c.slots.dtype, token);
             to.skipped = slot < 0;
             if (slot >= 0 && slot / c.page_size < c.num_pages) to.page = slot / c.page_size, to.entry = slot % c.page_size;
         } else {
-            find_slot_by_kv_indices(t, to);
+            find_slot_by_kv_indices(token, to);
         }
         if (c.cos_sin >= 0 && to.position < 0) to.page = -1;
         return to;
     }
 
-    void find_slot_by_kv_indices(int64_t t, TokenSlot& to) const {
-        int64_t b = read_index(at[c.batch.tensor], c.batch.dtype, t);
-        int64_t position = read_index(at[c.kv_positions.tensor], c.kv_positions.dtype, t);
-        to.skipped = b < 0;
+    void find_slot_by_kv_indices(int64_t token, TokenSlot& found) const {
+        int64_t b = read_index(at[c.batch.tensor], c.batch.dtype, token);
+        int64_t position = read_index(at[c.kv_positions.tensor], c.kv_positions.dtype, token);
+        found.skipped = b < 0;
         if (b < 0 || b >= c.num_requests || position < 0) return;
         int64_t start = read_index(at[c.indptr.tensor], c.indptr.dtype, b);
         int64_t stop = read_index(at[c.indptr.tensor], c.indptr.dtype, b + 1);
         int64_t remaining = position / c.page_size;
         if (start < 0 || stop <= start || remaining >= stop - start || remaining >= c.num_indices - start) return;
         int64_t page = read_index(at[c.indices.tensor], c.indices.dtype, start + remaining);
-        if (page >= 0 && page < c.num_pages) to.page = page, to.entry = position % c.page_size;
+        if (page >= 0 && page < c.num_pages) found.page = page, found.entry = position % c.page_size;
     }
 
-    float quantizing_multiplier(const RowWrite& s, int64_t head) const {
-        if (s.multiplier.tensor < 0) return static_cast<float>(s.multiplier.value);
-        float given = load<float>(at[s.multiplier.tensor] + 4 * head * s.multiplier.stride);
+    float quantizing_multiplier(const RowWrite& row_write, int64_t head) const {
+        if (row_write.multiplier.tensor < 0) return static_cast<float>(row_write.multiplier.value);
+        float given = load<float>(at[row_write.multiplier.tensor] + 4 * head * row_write.multiplier.stride);
         return c.scales_quantize ? given : 1.0f / given;
     }
 
-    void append_or_cast_row(const RowWrite& s, int64_t t, int64_t head, const TokenSlot& to, float* x, uint8_t* codes) const {
-        int64_t n = columns(s);
-        if (!s.cached) {
-            char* out = at[s.out.tensor] + t * s.out.strides[0] + head * s.out.strides[1];
-            if ((c.cos_sin >= 0 && to.position < 0) || (c.zero_padding && to.skipped)) {
-                for (int64_t i = 0; i < n; i++) x[i] = 0.0f;
+    void append_or_cast_row(const RowWrite& row_write, int64_t token, int64_t head, const TokenSlot& slot, float* row_buffer, uint8_t* code_buffer) const {
+        int64_t n = columns(row_write);
+        if (!row_write.cached) {
+            char* out = at[row_write.out.tensor] + token * row_write.out.strides[0] + head * row_write.out.strides[1];
+            if ((c.cos_sin >= 0 && slot.position < 0) || (c.zero_padding && slot.skipped)) {
+                for (int64_t i = 0; i < n; i++) row_buffer[i] = 0.0f;
             } else {
-                load_row_and_apply_rope(s, t, head, to, x);
-                float by = quantizing_multiplier(s, head);
-                for (int64_t i = 0; i < n; i++) x[i] *= by;
+                load_row_and_apply_rope(row_write, token, head, slot, row_buffer);
+                float by = quantizing_multiplier(row_write, head);
+                for (int64_t i = 0; i < n; i++) row_buffer[i] *= by;
             }
-            return write_floats(x, s.out_dtype, out, n);
+            return write_floats(row_buffer, row_write.out_dtype, out, n);
         }
         auto address_in = [&](const StridedTensor& p) {
-            return at[p.tensor] + to.page * p.strides[0] + to.entry * p.strides[1] + head * p.strides[2];
+            return at[p.tensor] + slot.page * p.strides[0] + slot.entry * p.strides[1] + head * p.strides[2];
         };
-        char* out = address_in(s.out);
-        if (s.scale_kind == TENSOR_SCALE && c.dtype == s.out_dtype) {  // fp8 codes: copied
-            memcpy(out, at[s.first.tensor] + t * s.first.strides[0] + head * s.first.strides[1], s.first_columns);
+        char* out = address_in(row_write.out);
+        if (row_write.scale_kind == TENSOR_SCALE && c.dtype == row_write.out_dtype) {  // fp8 codes: copied
+            memcpy(out, at[row_write.first.tensor] + token * row_write.first.strides[0] + head * row_write.first.strides[1], row_write.first_columns);
             return;
         }
-        load_row_and_apply_rope(s, t, head, to, x);
-        divide_by_channel_scales_and_rotate(s.transform, at, head, x, n);
-        switch (s.scale_kind) {
-            case NO_SCALE: return write_floats(x, s.out_dtype, out, n);
+        load_row_and_apply_rope(row_write, token, head, slot, row_buffer);
+        divide_by_channel_scales_and_rotate(row_write.transform, at, head, row_buffer, n);
+        switch (row_write.scale_kind) {
+            case NO_SCALE: return write_floats(row_buffer, row_write.out_dtype, out, n);
             case TENSOR_SCALE: {
-                float by = quantizing_multiplier(s, head);
-                for (int64_t i = 0; i < n; i++) x[i] *= by;
-                return write_floats(x, s.out_dtype, out, n);
+                float by = quantizing_multiplier(row_write, head);
+                for (int64_t i = 0; i < n; i++) row_buffer[i] *= by;
+                return write_floats(row_buffer, row_write.out_dtype, out, n);
             }
             case ROW_SCALE:
-                if (s.out_dtype == INT4) return store(address_in(s.scales), quantize_store_int4_row_and_return_scale(x, n, codes, out));
-                return store(address_in(s.scales), quantize_store_row_and_return_scale(x, n, s.out_dtype, out));
-            case BLOCK_SCALE: return quantize_and_store_nvfp4_row(s, head, x, n, codes, out, address_in(s.scales));
+                if (row_write.out_dtype == INT4) return store(address_in(row_write.scales), quantize_store_int4_row_and_return_scale(row_buffer, n, code_buffer, out));
+                return store(address_in(row_write.scales), quantize_store_row_and_return_scale(row_buffer, n, row_write.out_dtype, out));
+            case BLOCK_SCALE: return quantize_and_store_nvfp4_row(row_write, head, row_buffer, n, code_buffer, out, address_in(row_write.scales));
             case UE8M0_SCALE: return quantize_and_store_ue8m0_row(s, x, n, out, address_in(s.scales));
-            case GROUP_SCALE: return quantize_and_store_row_by_128_columns(x, n, s.out_dtype, out, address_in(s.scales));
+            case GROUP_SCALE: return quantize_and_store_row_by_128_columns(row_buffer, n, row_write.out_dtype, out, address_in(row_write.scales));
         }
     }
 
-    void load_row_and_apply_rope(const RowWrite& s, int64_t t, int64_t head, const TokenSlot& to, float* x) const {
-        read_floats(at[s.first.tensor] + t * s.first.strides[0] + head * s.first.strides[1], c.dtype, x, s.first_columns);
-        if (s.second_columns > 0)
-            read_floats(at[s.second.tensor] + t * s.second.strides[0] + head * s.second.strides[1], c.dtype,
-                        x + s.first_columns, s.second_columns);
-        if (s.rotated) apply_rope(x, to.position);
+    void load_row_and_apply_rope(const RowWrite& row_write, int64_t token, int64_t head, const TokenSlot& slot, float* out) const {
+        read_floats(at[row_write.first.tensor] + token * row_write.first.strides[0] + head * row_write.first.strides[1], c.dtype, out, row_write.first_columns);
+        if (row_write.second_columns > 0)
+            read_floats(at[row_write.second.tensor] + token * row_write.second.strides[0] + head * row_write.second.strides[1], c.dtype,
+                        out + row_write.first_columns, row_write.second_columns);
+        if (row_write.rotated) apply_rope(out, slot.position);
     }
 
     // RoPE: rotates pairs by the angles of a position: two products and a sum, each rounded.

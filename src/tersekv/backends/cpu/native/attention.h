@@ -133,7 +133,7 @@ private:
     // Finishes acc_o over the pages: columns back in order, rotation and channel scales of V undone.
     void restore_order_and_unrotate_acc(int64_t head, float* row) const {
         if constexpr (Packing::VALUES == 2)
-            if (tiles.small_m) reorder_columns_small_m(Packing(), set.values[0].dtype, set.values[0].columns, row);
+            if (tiles.small_m) restore_output_column_order_small_m(Packing(), set.values[0].dtype, set.values[0].columns, row);
         unrotate_and_scale_output(c.value_transform, at, head, row, value_columns(set));
     }
 
@@ -179,7 +179,7 @@ private:
                 sum = pack_query<Packing>(c, set, at, row, head, in_pages, out + m * tiles.query_units);
             } else if constexpr (Packing::VALUES == 2) {
                 const StridedTensor& q = set.keys[0].query;
-                sum = pack_query_small_m(Packing(), at[q.tensor] + row * q.strides[0] + head * q.strides[1], c.query_dtype,
+                sum = pack_query_small_m_and_return_sum(Packing(), at[q.tensor] + row * q.strides[0] + head * q.strides[1], c.query_dtype,
                                    set.keys[0].columns, set.keys[0].dtype, out + m * tiles.query_units);
             }
         }
@@ -371,7 +371,7 @@ private:
         for (int64_t g = 0; g < groups; g++) {
             const float* scales = factored ? tiles.scales + g * BLOCK_N : nullptr;
             if (!finite) {
-                accumulate_pv_masked(item.rows, count, scales, g * columns, columns, first, first_sum + g, state);
+                accumulate_pv_skipping_zero_p(item.rows, count, scales, g * columns, columns, first, first_sum + g, state);
                 continue;
             }
             bool shows = false, row_shows[MAX_BLOCK_M];
@@ -433,7 +433,7 @@ private:
     }
 
     // PV of a tile with masked keys and non-finite values: skips values with P = 0, even if NaN.
-    void accumulate_pv_masked(int64_t rows, int64_t count, const float* scales, int64_t column, int64_t columns, int64_t first, int64_t sum,
+    void accumulate_pv_skipping_zero_p(int64_t rows, int64_t count, const float* scales, int64_t column, int64_t columns, int64_t first, int64_t sum,
                               const State& state) {
         for (int64_t r = 0; r < rows; r++)
             for (int64_t t = 0; t < count; t++) {

@@ -9,9 +9,9 @@ extern const Kernels kernels_plain, kernels_avx2, kernels_avx512, kernels_avx512
 namespace {
 
 // Lists the levels that this machine runs, the best last.
-int levels(const Kernels** out) {
+int list_supported_levels(const Kernels** kernels_out) {
     int n = 0;
-    out[n++] = &kernels_plain;
+    kernels_out[n++] = &kernels_plain;
 #if defined(__x86_64__)
     __builtin_cpu_init();
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -19,14 +19,14 @@ int levels(const Kernels** out) {
                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     (void)avx2, (void)wide;
 #if defined(HAS_AVX2)
-    if (avx2) out[n++] = &kernels_avx2;
+    if (avx2) kernels_out[n++] = &kernels_avx2;
 #endif
 #if defined(HAS_AVX512)
-    if (wide) out[n++] = &kernels_avx512;
+    if (wide) kernels_out[n++] = &kernels_avx512;
 #endif
 #if defined(HAS_AVX512_BF16)
     if (wide && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16"))
-        out[n++] = &kernels_avx512_bf16;
+        kernels_out[n++] = &kernels_avx512_bf16;
 #endif
 #endif
     return n;
@@ -34,7 +34,7 @@ int levels(const Kernels** out) {
 
 const Kernels* chosen() {
     const Kernels* known[4];
-    return known[levels(known) - 1];
+    return known[list_supported_levels(known) - 1];
 }
 
 const Kernels* kernels = chosen();
@@ -48,7 +48,7 @@ extern "C" {
 // Lists the names of the levels that this machine runs, the best last.
 PUBLIC int tersekv_levels(const char** names) {
     const Kernels* known[4];
-    int n = levels(known);
+    int n = list_supported_levels(known);
     for (int i = 0; i < n; i++) names[i] = known[i]->name;
     return n;
 }
@@ -61,7 +61,7 @@ PUBLIC const char* tersekv_sources() { return TERSEKV_SOURCES; }
 // Selects a level, for tests. Returns 0 if this machine has none of that name.
 PUBLIC int tersekv_use_level(const char* name) {
     const Kernels* known[4];
-    for (int i = levels(known); i-- > 0;)
+    for (int i = list_supported_levels(known); i-- > 0;)
         if (strcmp(known[i]->name, name) == 0) return kernels = known[i], 1;
     return 0;
 }

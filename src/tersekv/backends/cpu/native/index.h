@@ -20,32 +20,32 @@ struct RowOfRequest {
 };
 
 // Float keys in their order as integers: 0 is not to be taken, 1 NaN, the largest taken before all others.
-inline uint32_t radix_key(float x, bool kept) {
-    if (x == NEGATIVE_INFINITY) return 0;
-    if (kept) return ~0u;
-    if (x != x) return 1;
-    uint32_t u = bits(x == 0.0f ? 0.0f : x);
+inline uint32_t radix_key(float score, bool always_taken) {
+    if (score == NEGATIVE_INFINITY) return 0;
+    if (always_taken) return ~0u;
+    if (score != score) return 1;
+    uint32_t u = bits(score == 0.0f ? 0.0f : score);
     return u >> 31 ? ~u : u | 0x80000000;
 }
 
-// The columns of the k largest of `visible` scores, ascending, `group` behind them unless negative, then −1.
-struct Taking {
+// The columns of the k largest of `num_visible` scores, ascending, `open_group` behind them unless negative, then −1.
+struct TopkSelection {
     int64_t k, first, last;  // first + last <= k
 
-    Taking(int64_t count, int64_t keep_first, int64_t keep_last) : k(count) {
+    TopkSelection(int64_t count, int64_t keep_first, int64_t keep_last) : k(count) {
         last = keep_last < k ? keep_last : k;
         first = keep_first < k - last ? keep_first : k - last;
     }
 
     // Returns the number of columns written, without the −1.
-    int64_t operator()(const float* scores, int64_t visible, int64_t group, int32_t* out, int64_t columns) const {
-        auto key = [&](int64_t j) { return radix_key(scores[j], j < first || j >= visible - last); };
+    int64_t store_columns_and_return_count(const float* scores, int64_t num_visible, int64_t open_group, int32_t* out, int64_t out_columns) const {
+        auto key = [&](int64_t j) { return radix_key(scores[j], j < first || j >= num_visible - last); };
         Candidates found;
-        int64_t n = visible > SAMPLES ? collect_candidates(scores, visible, found) : -1, count;
+        int64_t n = num_visible > SAMPLES ? collect_candidates(scores, num_visible, found) : -1, count;
         if (n >= 0) count = take(n, [&](int64_t i) { return found.keys[i]; }, [&](int64_t i) { return found.columns[i]; }, out);
-        else count = take(visible, key, [](int64_t j) { return static_cast<int32_t>(j); }, out);
-        if (group >= 0) out[count++] = static_cast<int32_t>(group);
-        for (int64_t j = count; j < columns; j++) out[j] = -1;
+        else count = take(num_visible, key, [](int64_t j) { return static_cast<int32_t>(j); }, out);
+        if (open_group >= 0) out[count++] = static_cast<int32_t>(open_group);
+        for (int64_t j = count; j < out_columns; j++) out[j] = -1;
         return count;
     }
 
@@ -79,11 +79,11 @@ private:
     };
 
     // Returns the number of candidates, which hold all columns that are taken; −1 if the guess was too high or too low.
-    int64_t collect_candidates(const float* scores, int64_t visible, Candidates& found) const {
-        uint32_t guess = guess_threshold(scores, visible), x[W];
-        int64_t middle = visible - last;
-        for (int64_t j = 0, n; j < visible && found.count <= MOST_CANDIDATES - W; j += n) {
-            int64_t end = j < first ? first : j < middle ? middle : visible;
+    int64_t collect_candidates(const float* scores, int64_t num_visible, Candidates& found) const {
+        uint32_t guess = guess_threshold(scores, num_visible), x[W];
+        int64_t middle = num_visible - last;
+        for (int64_t j = 0, n; j < num_visible && found.count <= MOST_CANDIDATES - W; j += n) {
+            int64_t end = j < first ? first : j < middle ? middle : num_visible;
             n = end - j < W ? end - j : W;
             bool kept = j < first || j >= middle;
             if (n == W && !kept) radix_keys(scores + j, x);
@@ -102,10 +102,10 @@ private:
     }
 
     // Returns a number that somewhat more than k keys reach, judged by samples.
-    uint32_t guess_threshold(const float* scores, int64_t visible) const {
+    uint32_t guess_threshold(const float* scores, int64_t num_visible) const {
         uint32_t counts[2048] = {};
-        for (int64_t i = 0; i < SAMPLES; i++) counts[radix_key(scores[i * visible / SAMPLES], false) >> 21]++;
-        int64_t rest = SAMPLES * k / visible * 5 / 4 + SAMPLES / 64, bin = 2047;
+        for (int64_t i = 0; i < SAMPLES; i++) counts[radix_key(scores[i * num_visible / SAMPLES], false) >> 21]++;
+        int64_t rest = SAMPLES * k / num_visible * 5 / 4 + SAMPLES / 64, bin = 2047;
         while (bin > 0 && counts[bin] < rest) rest -= counts[bin--];
         return bin ? static_cast<uint32_t>(bin) << 21 : 1;
     }
@@ -163,7 +163,7 @@ struct ScoreRun {
     ScoreRun(const IndexScores& call, Addresses addresses, int64_t n, Report& r)
         : c(call), at(addresses), threads(n), report(r), first_row(0), units(call.keys.columns / Packing::VALUES), chunk(nullptr), no_memory(false) {}
 
-    void operator()() {
+    void score_and_select_all_rows() {
         lines = c.each ? c.heads : 1;
         int64_t room = c.max_pages * c.page_size, tile = max_rows_of_item(), columns = max_columns_of_item();
         int64_t most = c.width * lines, step = c.select ? SCORES_AT_ONCE / (most > 1 ? most : 1) : c.rows;
@@ -201,7 +201,7 @@ private:
     int64_t max_columns_of_item() const { return c.block < ITEM_KEYS ? ITEM_KEYS / c.block : 1; }
 
     // Reads and checks lengths, rows and pages.
-    bool read_and_check_requests(int64_t room) {
+    bool read_and_check_requests(int64_t max_keys) {
         for (int64_t t = 0; t < c.rows; t++) row_of[t] = {-1, -1, 0};
         bool ragged = c.cu_seqlens_q.tensor >= 0;
         const char* starts = ragged ? at[c.cu_seqlens_q.tensor] : nullptr;
@@ -210,7 +210,7 @@ private:
             int64_t row = ragged ? read_index(starts, c.cu_seqlens_q.dtype, b) : b * c.max_q_len;
             int64_t stop = ragged ? read_index(starts, c.cu_seqlens_q.dtype, b + 1) : row + c.max_q_len;
             bool reads = keys > 0 && stop > row;
-            if (reads && keys > room) return report_fault(TOO_MANY_KEYS, b, room, keys);
+            if (reads && keys > max_keys) return report_fault(TOO_MANY_KEYS, b, max_keys, keys);
             if (stop > row && (row < 0 || stop > c.rows)) {
                 if (reads) return report_fault(ROWS_OUTSIDE, b, row, stop);
                 continue;
@@ -231,17 +231,17 @@ private:
     }
 
     // Items of rows [begin, end). Returns their work in products.
-    double plan_items_and_return_work(int64_t begin, int64_t end, int64_t tile, int64_t columns) {
+    double plan_items_and_return_work(int64_t row_begin, int64_t row_end, int64_t max_rows, int64_t max_columns) {
         double work = 0;
         num_items = 0;
-        for (int64_t t = begin; t < end;) {
+        for (int64_t t = row_begin; t < row_end;) {
             int64_t n = 1;
-            while (n < tile && t + n < end && row_of[t + n].request == row_of[t].request) n++;
+            while (n < max_rows && t + n < row_end && row_of[t + n].request == row_of[t].request) n++;
             int64_t seen = (row_of[t + n - 1].visible + c.block - 1) / c.block;  // the last row sees most
             seen = seen < c.width ? seen : c.width;
             int64_t from = 0;
             do {
-                int64_t to = from + columns < seen ? from + columns : c.width;
+                int64_t to = from + max_columns < seen ? from + max_columns : c.width;
                 items[num_items++] = {t, n, from, to};
                 from = to;
             } while (from < c.width);
@@ -256,17 +256,17 @@ private:
         return reinterpret_cast<float*>(at[c.out.tensor] + row * c.out.strides[0] + line * c.out.strides[1]);
     }
 
-    static void store_topk_of_row(void* context, int64_t i) {
+    static void store_topk_of_row(void* context, int64_t i_row_and_head) {
         const ScoreRun& self = *static_cast<ScoreRun*>(context);
         const IndexScores& c = self.c;
-        int64_t row = self.first_row + i / self.lines, line = i % self.lines;
+        int64_t row = self.first_row + i_row_and_head / self.lines, line = i_row_and_head % self.lines;
         const RowOfRequest& r = self.row_of[row];
         int64_t visible = (r.visible + c.block - 1) / c.block;
         visible = visible < c.width ? visible : c.width;
         int64_t group = c.open_group && (r.position + 1) % c.ratio > 0 ? r.visible : -1;
         char* out = self.at[c.out.tensor] + row * c.out.strides[0] + line * c.out.strides[1];
-        Taking taking(c.k, c.keep_first, c.keep_last);
-        int64_t n = taking(self.score_row_ptr(row, line), visible, group, reinterpret_cast<int32_t*>(out), c.k + c.open_group);
+        TopkSelection selection(c.k, c.keep_first, c.keep_last);
+        int64_t n = selection.store_columns_and_return_count(self.score_row_ptr(row, line), visible, group, reinterpret_cast<int32_t*>(out), c.k + c.open_group);
         store(self.at[c.lens.tensor] + row * c.lens.strides[0] + line * c.lens.strides[1], static_cast<int32_t>(n));
     }
 
@@ -311,12 +311,12 @@ private:
         }
     }
 
-    void find_row_offsets(const char* table, int64_t key, int64_t count, const StridedTensor& tensor, int64_t* offset) const {
-        int64_t column = key / c.page_size, slot = key % c.page_size;
-        int64_t page = count > 0 ? read_index(table, c.page_table.dtype, column) : 0;
-        for (int64_t t = 0; t < count; t++, slot++) {
-            if (slot == c.page_size) slot = 0, page = read_index(table, c.page_table.dtype, ++column);
-            offset[t] = page * tensor.strides[0] + slot * tensor.strides[1];
+    void find_row_offsets(const char* page_table_row, int64_t first_key, int64_t num_keys, const StridedTensor& tensor, int64_t* offsets_out) const {
+        int64_t column = first_key / c.page_size, slot = first_key % c.page_size;
+        int64_t page = num_keys > 0 ? read_index(page_table_row, c.page_table.dtype, column) : 0;
+        for (int64_t t = 0; t < num_keys; t++, slot++) {
+            if (slot == c.page_size) slot = 0, page = read_index(page_table_row, c.page_table.dtype, ++column);
+            offsets_out[t] = page * tensor.strides[0] + slot * tensor.strides[1];
         }
     }
 
@@ -349,24 +349,24 @@ private:
         }
     }
 
-    void compute_qk_tile(const ScoreItem& item, const Tiles& tiles, int64_t blocks) const {
-        int64_t step = blocks > 1 ? c.keys.width / Packing::VALUES : units;
+    void compute_qk_tile(const ScoreItem& item, const Tiles& tiles, int64_t num_scale_blocks) const {
+        int64_t step = num_scale_blocks > 1 ? c.keys.width / Packing::VALUES : units;
         for (int64_t begin = 0; begin < units; begin += step) {
             Operands o = {};
             o.a = tiles.queries + begin, o.a_stride = units;
             o.b = tiles.keys + begin * BLOCK_N, o.b_stride = BLOCK_N;
             o.c = tiles.products, o.c_stride = BLOCK_N;
             o.depth = units - begin < step ? units - begin : step;
-            o.factor = blocks > 1 ? tiles.scales + begin / step * BLOCK_N : nullptr;
+            o.factor = num_scale_blocks > 1 ? tiles.scales + begin / step * BLOCK_N : nullptr;
             o.add = begin > 0;
             multiply<Packing>(o, item.rows * c.heads, BLOCK_N);
         }
     }
 
     // Scores of one row of an item of the tile's keys, to its lines.
-    void reduce_heads_and_store_scores(const ScoreItem& item, const Tiles& tiles, int64_t i, int64_t key, int64_t count, bool scaled) const {
-        const RowOfRequest& r = row_of[item.row + i];
-        int64_t seen = r.visible - key < count ? r.visible - key : count;
+    void reduce_heads_and_store_scores(const ScoreItem& item, const Tiles& tiles, int64_t i_row, int64_t first_key, int64_t num_keys, bool apply_key_scales) const {
+        const RowOfRequest& r = row_of[item.row + i_row];
+        int64_t seen = r.visible - first_key < num_keys ? r.visible - first_key : num_keys;
         if (seen <= 0) return;
         float x[BLOCK_N], scale = static_cast<float>(c.scale);
         for (int64_t line = 0; line < lines; line++) {
@@ -374,23 +374,23 @@ private:
             for (int64_t v = 0; v < BLOCK_N; v += W) {
                 VecF sum = {};
                 for (int64_t h = first; h < stop; h++) {
-                    VecF y = load<VecF>(tiles.products + (i * c.heads + h) * BLOCK_N + v);
+                    VecF y = load<VecF>(tiles.products + (i_row * c.heads + h) * BLOCK_N + v);
                     if (c.relu) y = y < 0.0f ? VecF{} : y;  // a NaN stays
-                    sum = h == first ? y * tiles.weights[i * c.heads + h] : fma(y, broadcast(tiles.weights[i * c.heads + h]), sum);
+                    sum = h == first ? y * tiles.weights[i_row * c.heads + h] : fma(y, broadcast(tiles.weights[i_row * c.heads + h]), sum);
                 }
-                if (scaled) sum *= load<VecF>(tiles.scales + v);
+                if (apply_key_scales) sum *= load<VecF>(tiles.scales + v);
                 store(x + v, sum * scale);
             }
-            float* out = score_row_ptr(item.row + i, line);
+            float* out = score_row_ptr(item.row + i_row, line);
             if (c.block == 1) {
-                memcpy(out + key, x, seen * sizeof(float));
+                memcpy(out + first_key, x, seen * sizeof(float));
                 continue;
             }
             for (int64_t j = 0; j < seen; j++) {
-                float& best = out[(key + j) / c.block];
-                bool first_key = (key + j) % c.block == 0;
+                float& best = out[(first_key + j) / c.block];
+                bool starts_column = (first_key + j) % c.block == 0;
                 // The first key starts a column; then a number wins over NaN, and a larger one over it.
-                best = first_key ? x[j] : x[j] > best || (best != best && x[j] == x[j]) ? x[j] : best;
+                best = starts_column ? x[j] : x[j] > best || (best != best && x[j] == x[j]) ? x[j] : best;
             }
         }
     }
@@ -400,25 +400,25 @@ void index_scores(const IndexScores& c, Addresses at, int64_t threads, Report& r
     report = {NO_FAULT, 0, {0, 0}};
 #if HAS_BF16_PRODUCTS
     // Codes and bf16 numbers are exact in bf16.
-    if (c.keys.dtype != F16 && c.query_dtype != F16) return ScoreRun<Bf16Packing>(c, at, threads, report)();
+    if (c.keys.dtype != F16 && c.query_dtype != F16) return ScoreRun<Bf16Packing>(c, at, threads, report).score_and_select_all_rows();
 #endif
-    ScoreRun<Fp32Packing>(c, at, threads, report)();
+    ScoreRun<Fp32Packing>(c, at, threads, report).score_and_select_all_rows();
 }
 
 struct TopkRun {
     const IndexTopk& c;
     Addresses at;
 
-    static void store_topk_of_row(void* context, int64_t i) {
+    static void store_topk_of_row(void* context, int64_t i_row_and_head) {
         const TopkRun& self = *static_cast<TopkRun*>(context);
         const IndexTopk& c = self.c;
-        int64_t row = i / c.lines, line = i % c.lines;
+        int64_t row = i_row_and_head / c.lines, line = i_row_and_head % c.lines;
         auto address = [&](const StridedTensor& x) { return self.at[x.tensor] + row * x.strides[0] + line * x.strides[1]; };
         int64_t columns = read_index(self.at[c.visible.tensor] + row * c.visible.stride, c.visible.dtype, 0);
         int64_t visible = columns < 0 ? 0 : columns < c.width ? columns : c.width, group = -1;
         if (c.open_group.tensor >= 0 && *(self.at[c.open_group.tensor] + row * c.open_group.stride)) group = columns;
-        Taking taking(c.k, c.keep_first, c.keep_last);
-        int64_t n = taking(reinterpret_cast<const float*>(address(c.scores)), visible, group,
+        TopkSelection selection(c.k, c.keep_first, c.keep_last);
+        int64_t n = selection.store_columns_and_return_count(reinterpret_cast<const float*>(address(c.scores)), visible, group,
                            reinterpret_cast<int32_t*>(address(c.out)), c.columns);
         if (c.lens.tensor >= 0) store(address(c.lens), static_cast<int32_t>(n));
     }

@@ -24,27 +24,27 @@ struct MergeRun {
         return load<float>(at[c.lses] + part * c.lses_strides[0] + row * c.lses_strides[1] + head * c.lses_strides[2]);
     }
 
-    void merge_and_store_row(int64_t t, int64_t h) const {
+    void merge_and_store_row(int64_t row, int64_t head) const {
         float top = NEGATIVE_INFINITY;
         for (int64_t i = 0; i < c.parts; i++) {
-            float x = load_lse(i, t, h);
+            float x = load_lse(i, row, head);
             top = x > top || x != x ? x : top;
         }
         // If every part is empty, exp(−inf − 0) = 0 instead of exp(−inf + inf) = NaN.
         float base = top == NEGATIVE_INFINITY ? 0.0f : top, total = 0.0f;
-        for (int64_t i = 0; i < c.parts; i++) total += expf(load_lse(i, t, h) - base);
+        for (int64_t i = 0; i < c.parts; i++) total += expf(load_lse(i, row, head) - base);
         float by = top == NEGATIVE_INFINITY ? 1.0f : total;
-        char* out = at[c.out.tensor] + t * c.out.strides[0] + h * c.out.strides[1];
+        char* out = at[c.out.tensor] + row * c.out.strides[0] + head * c.out.strides[1];
         int64_t size = c.dtype == F32 ? 4 : 2, out_size = c.out_dtype == F32 ? 4 : 2;
         // In blocks: the output may alias a part, and is stored after all parts are loaded.
         for (int64_t begin = 0; begin < c.columns; begin += 64) {
             int64_t n = c.columns - begin < 64 ? c.columns - begin : 64;
             float sum[64] = {}, x[64];
             for (int64_t i = 0; i < c.parts; i++) {
-                float part = load_lse(i, t, h);
+                float part = load_lse(i, row, head);
                 if (part == NEGATIVE_INFINITY) continue;  // a part without visible keys may hold anything, NaN included
                 float weight = expf(part - base);
-                const char* p = at[c.outs] + i * c.outs_strides[0] + t * c.outs_strides[1] + h * c.outs_strides[2];
+                const char* p = at[c.outs] + i * c.outs_strides[0] + row * c.outs_strides[1] + head * c.outs_strides[2];
                 read_floats(p + begin * size, c.dtype, x, n);
                 for (int64_t j = 0; j < n; j++) sum[j] += weight * x[j];
             }
@@ -52,7 +52,7 @@ struct MergeRun {
             write_floats(sum, c.out_dtype, out + begin * out_size, n);
         }
         if (c.lse.tensor >= 0)
-            store(at[c.lse.tensor] + t * c.lse.strides[0] + h * c.lse.strides[1], base + logf(total));
+            store(at[c.lse.tensor] + row * c.lse.strides[0] + head * c.lse.strides[1], base + logf(total));
     }
 };
 

@@ -46,11 +46,11 @@ inline float from_bf16(uint16_t u) { return from_bits(static_cast<uint32_t>(u) <
 // fp32 → a float of EXPONENT and MANTISSA bits, saturating at `limit` (fp32 bits). Below the smallest normal number
 // a sum with `magic`, whose last bit is worth the smallest subnormal, does the rounding.
 template <int EXPONENT, int MANTISSA>
-inline uint32_t to_minifloat(uint32_t magnitude, uint32_t limit) {
+inline uint32_t to_minifloat(uint32_t magnitude_bits, uint32_t limit_bits) {
     constexpr int BIAS = (1 << (EXPONENT - 1)) - 1, DROPPED = 23 - MANTISSA;
     constexpr uint32_t SMALLEST_NORMAL = static_cast<uint32_t>(127 - BIAS + 1) << 23;
     constexpr uint32_t MAGIC = static_cast<uint32_t>(127 - BIAS + 1 - MANTISSA + 23) << 23;
-    uint32_t a = magnitude < limit ? magnitude : limit;
+    uint32_t a = magnitude_bits < limit_bits ? magnitude_bits : limit_bits;
     uint32_t normal = ((a + ((1u << (DROPPED - 1)) - 1) + ((a >> DROPPED) & 1)) >> DROPPED) - ((127u - BIAS) << MANTISSA);
     uint32_t subnormal = bits(from_bits(a) + from_bits(MAGIC)) - MAGIC;
     return a < SMALLEST_NORMAL ? subnormal : normal;

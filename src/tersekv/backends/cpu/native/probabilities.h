@@ -32,7 +32,7 @@ inline VecF round_to_bf16(VecF x) {
     return (VecF)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
 }
 
-inline bool pack_p_and_test_rounding(Bf16Packing, const float* p, const float* scales, int64_t padded, uint32_t* out, float& sum) {
+inline bool pack_p_and_test_rounding(Bf16Packing, const float* p, const float* scales, int64_t padded, uint32_t* out, float& abs_p_sum) {
     VecF total = {}, most = {};
     for (int64_t t = 0; t < padded; t += W) {
         VecF x = scaled_p(p, scales, t), magnitude = (VecF)((VecI)x & 0x7FFFFFFF);
@@ -40,8 +40,8 @@ inline bool pack_p_and_test_rounding(Bf16Packing, const float* p, const float* s
         total += magnitude;
         most = max_nan_last(magnitude, most);
     }
-    sum += _mm512_reduce_add_ps((__m512)total);
-    return _mm512_cmp_ps_mask((__m512)(most * 16.0f), _mm512_set1_ps(sum), _CMP_GT_OQ) != 0;
+    abs_p_sum += _mm512_reduce_add_ps((__m512)total);
+    return _mm512_cmp_ps_mask((__m512)(most * 16.0f), _mm512_set1_ps(abs_p_sum), _CMP_GT_OQ) != 0;
 }
 
 inline void pack_p_residual(Bf16Packing, const float* p, const float* scales, int64_t padded, uint32_t* out) {

@@ -10,17 +10,17 @@ constexpr int64_t MAX_TRANSFORMED_COLUMNS = 576;  // most columns of a row that 
 inline bool is_transformed(const RowTransform& t) { return t.signs >= 0 || t.channels >= 0; }
 
 // Multiplies x by Sylvester's Hadamard matrix / sqrt(b), in blocks of b columns. Appends fix each step and their order.
-inline void hadamard(float* x, int64_t n, int64_t b) {
-    float by = static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(b)));
-    for (float* y = x; y < x + n; y += b) {
-        for (int64_t h = 1; h < b; h *= 2)
-            for (int64_t i = 0; i < b; i += 2 * h)
+inline void hadamard(float* x, int64_t columns, int64_t block) {
+    float by = static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(block)));
+    for (float* y = x; y < x + columns; y += block) {
+        for (int64_t h = 1; h < block; h *= 2)
+            for (int64_t i = 0; i < block; i += 2 * h)
                 for (int64_t j = i; j < i + h; j++) {
                     float first = y[j], second = y[j + h];
                     y[j] = first + second;
                     y[j + h] = first - second;
                 }
-        for (int64_t i = 0; i < b; i++) y[i] *= by;
+        for (int64_t i = 0; i < block; i++) y[i] *= by;
     }
 }
 

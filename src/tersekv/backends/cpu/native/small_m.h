@@ -47,22 +47,22 @@ struct Codes {
         for (int i = 0; i < 2; i++) inside[i] = first_bytes(columns * bits_of(DTYPE) / 8 - byte - 64 * i);
     }
 
-    INLINE VectorPair load_key(const uint8_t* row, __mmask64 there = ~0ull) const {
-        __m512i x = _mm512_maskz_loadu_epi8(inside[0] & there, row + byte);
-        if constexpr (DTYPE == BF16) return {x, _mm512_maskz_loadu_epi8(inside[1] & there, row + byte + 64)};
+    INLINE VectorPair load_key_columns_as_bf16(const uint8_t* row, __mmask64 byte_mask = ~0ull) const {
+        __m512i x = _mm512_maskz_loadu_epi8(inside[0] & byte_mask, row + byte);
+        if constexpr (DTYPE == BF16) return {x, _mm512_maskz_loadu_epi8(inside[1] & byte_mask, row + byte + 64)};
         else return interleave(table(x));
     }
 
     // Loads pairs of tokens t and t + 1; past the last token they are 0, or any 4-bit number.
-    INLINE void load_value_pair(const Rows& rows, int64_t t, __m512i (&out)[4]) const {
-        bool both = t + 1 < rows.count;
-        int64_t next = both ? t + 1 : t;
+    INLINE void load_value_pairs_of_2_tokens(const Rows& rows, int64_t first_token, __m512i (&out)[4]) const {
+        bool both = first_token + 1 < rows.count;
+        int64_t next = both ? first_token + 1 : first_token;
         __mmask64 there = both ? ~0ull : 0;
-        const uint8_t *first = rows.of(t), *second = rows.of(next);
+        const uint8_t *first = rows.of(first_token), *second = rows.of(next);
         if constexpr (is_4_bit(DTYPE)) {
             nibble.load_value_pairs(first + byte, second + byte, static_cast<__mmask32>(inside[0]), out);
         } else if constexpr (DTYPE == BF16) {
-            VectorPair a = load_key(first), b = load_key(second, there);
+            VectorPair a = load_key_columns_as_bf16(first), b = load_key_columns_as_bf16(second, there);
             out[0] = _mm512_unpacklo_epi16(a.first, b.first), out[1] = _mm512_unpackhi_epi16(a.first, b.first);
             out[2] = _mm512_unpacklo_epi16(a.second, b.second), out[3] = _mm512_unpackhi_epi16(a.second, b.second);
         } else {
@@ -102,7 +102,7 @@ constexpr int lane_order_of_sum(int i) { return i % 2 * 8 + i / 2 % 2 * 4 + i / 
 // QK: scores of a tile for queries [ROWS, columns], 16 / ROWS keys at a time; past the tile's end the last key is
 // repeated.
 template <int64_t DTYPE, int ROWS>
-void scores_small_m_kernel(const Rows& rows, const Rows& scales, int64_t columns, const uint32_t* queries, float* out) {
+void compute_scores_small_m_kernel(const Rows& rows, const Rows& scales, int64_t columns, const uint32_t* queries, float* out) {
     if constexpr (is_4_bit(DTYPE)) return compute_scores_4_bit<DTYPE, ROWS>(rows, scales, columns, queries, out);
     constexpr int KEYS = 16 / ROWS;
     Codes<DTYPE> codes(columns);
@@ -118,7 +118,7 @@ void scores_small_m_kernel(const Rows& rows, const Rows& scales, int64_t columns
             codes.prefetch_rows(rows, KEYS, c);
 #pragma GCC unroll 16
             for (int i = 0; i < KEYS; i++) {
-                VectorPair x = codes.load_key(row[i]);
+                VectorPair x = codes.load_key_columns_as_bf16(row[i]);
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; r++) {
                     const uint32_t* q = queries + r * units + c / 2;
@@ -138,13 +138,13 @@ void scores_small_m_kernel(const Rows& rows, const Rows& scales, int64_t columns
 constexpr int64_t padded_rows(int64_t rows) { return rows <= 2 ? rows : rows <= 4 ? 4 : 8; }
 
 template <int64_t DTYPE>
-void dispatch_scores_rows(const Rows& rows, const Rows& scales, int64_t columns, const uint32_t* queries, int64_t count,
+void dispatch_scores_by_num_rows(const Rows& rows, const Rows& scales, int64_t columns, const uint32_t* queries, int64_t num_query_rows,
                    float* out) {
-    switch (padded_rows(count)) {
-        case 1: return scores_small_m_kernel<DTYPE, 1>(rows, scales, columns, queries, out);
-        case 2: return scores_small_m_kernel<DTYPE, 2>(rows, scales, columns, queries, out);
-        case 4: return scores_small_m_kernel<DTYPE, 4>(rows, scales, columns, queries, out);
-        default: return scores_small_m_kernel<DTYPE, 8>(rows, scales, columns, queries, out);
+    switch (padded_rows(num_query_rows)) {
+        case 1: return compute_scores_small_m_kernel<DTYPE, 1>(rows, scales, columns, queries, out);
+        case 2: return compute_scores_small_m_kernel<DTYPE, 2>(rows, scales, columns, queries, out);
+        case 4: return compute_scores_small_m_kernel<DTYPE, 4>(rows, scales, columns, queries, out);
+        default: return compute_scores_small_m_kernel<DTYPE, 8>(rows, scales, columns, queries, out);
     }
 }
 
@@ -179,7 +179,7 @@ void accumulate_pv_small_m_kernel(const Rows& rows, const Rows& scales, int64_t 
         }
         for (int64_t t = 0; t < rows.count; t += 2) {
             __m512i units[4];
-            codes.load_value_pair(rows, t, units);
+            codes.load_value_pairs_of_2_tokens(rows, t, units);
             codes.prefetch_rows(rows, 2, c);
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; r++) {
@@ -200,9 +200,9 @@ void accumulate_pv_small_m_kernel(const Rows& rows, const Rows& scales, int64_t 
 }
 
 template <int64_t DTYPE>
-void dispatch_accumulate_pv_rows(const Rows& rows, const Rows& scales, int64_t columns, const ProbabilityTile& packed_p, int64_t count,
+void dispatch_accumulate_pv_by_num_rows(const Rows& rows, const Rows& scales, int64_t columns, const ProbabilityTile& packed_p, int64_t num_query_rows,
                    float* out, int64_t stride) {
-    for (int64_t r = 0; r < count; r += 4, out += 4 * stride) switch (count - r) {
+    for (int64_t r = 0; r < num_query_rows; r += 4, out += 4 * stride) switch (num_query_rows - r) {
             case 1: accumulate_pv_small_m_kernel<DTYPE, 1>(rows, scales, columns, packed_p.from(r), out, stride); break;
             case 2: accumulate_pv_small_m_kernel<DTYPE, 2>(rows, scales, columns, packed_p.from(r), out, stride); break;
             case 3: accumulate_pv_small_m_kernel<DTYPE, 3>(rows, scales, columns, packed_p.from(r), out, stride); break;
@@ -218,7 +218,7 @@ void unpack_values_small_m_kernel(const Rows& rows, int64_t columns, uint32_t* o
         codes.select_columns(c);
         for (int64_t t = 0; t < rows.count; t += 2) {
             __m512i units[4];
-            codes.load_value_pair(rows, t, units);
+            codes.load_value_pairs_of_2_tokens(rows, t, units);
             for (int v = 0; v < 4; v++) _mm512_storeu_si512(out + t / 2 * stride + c + v * W, units[v]);
         }
     }
@@ -236,12 +236,12 @@ void unpack_values_small_m_kernel(const Rows& rows, int64_t columns, uint32_t* o
 
 inline void scores_small_m(Bf16Packing, int64_t dtype, const Rows& rows, const Rows& scales, int64_t columns,
                           const uint32_t* queries, int64_t count, float* out) {
-    SMALL_M_BY_DTYPE(dtype, dispatch_scores_rows, rows, scales, columns, queries, count, out)
+    SMALL_M_BY_DTYPE(dtype, dispatch_scores_by_num_rows, rows, scales, columns, queries, count, out)
 }
 
 inline void accumulate_pv_small_m(Bf16Packing, int64_t dtype, const Rows& rows, const Rows& scales, int64_t columns,
                           const ProbabilityTile& packed_p, int64_t count, float* out, int64_t stride) {
-    SMALL_M_BY_DTYPE(dtype, dispatch_accumulate_pv_rows, rows, scales, columns, packed_p, count, out, stride)
+    SMALL_M_BY_DTYPE(dtype, dispatch_accumulate_pv_by_num_rows, rows, scales, columns, packed_p, count, out, stride)
 }
 
 // For codes that may be NaN; integers need no test of the tile.
@@ -254,14 +254,14 @@ inline void unpack_values_small_m(Bf16Packing, int64_t dtype, const Rows& rows, 
 }
 
 // Packs a query row, its columns in the order of `query_column_of_key_word`. Returns the sum of its columns.
-inline float pack_query_small_m(Bf16Packing, const char* row, int64_t dtype, int64_t columns, int64_t keys, uint32_t* out) {
+inline float pack_query_small_m_and_return_sum(Bf16Packing, const char* row, int64_t dtype, int64_t columns, int64_t key_dtype, uint32_t* out) {
     int64_t size = dtype == F32 ? 4 : dtype == E4M3 || dtype == E5M2 ? 1 : 2;
     float sum = 0.0f;
     for (int64_t c = 0; c < columns; c += SPAN) {
         float x[SPAN] = {};
         read_floats(row + c * size, dtype, x, columns - c < SPAN ? columns - c : SPAN);
         for (int64_t i = 0; i < SPAN; i += 2) {
-            float pair[2] = {x[query_column_of_key_word(keys, i)], x[query_column_of_key_word(keys, i + 1)]};
+            float pair[2] = {x[query_column_of_key_word(key_dtype, i)], x[query_column_of_key_word(key_dtype, i + 1)]};
             *out++ = pack_word(Bf16Packing(), pair);
             sum += pair[0] + pair[1];
         }
@@ -270,7 +270,7 @@ inline float pack_query_small_m(Bf16Packing, const char* row, int64_t dtype, int
 }
 
 // Reorders a row of acc_o from the order of `column_of_value_lane` to columns.
-inline void reorder_columns_small_m(Bf16Packing, int64_t dtype, int64_t columns, float* row) {
+inline void restore_output_column_order_small_m(Bf16Packing, int64_t dtype, int64_t columns, float* row) {
     for (int64_t c = 0; c < columns; c += SPAN, row += SPAN) {
         float x[SPAN];
         for (int64_t i = 0; i < SPAN; i++) x[column_of_value_lane(dtype, i)] = row[i];

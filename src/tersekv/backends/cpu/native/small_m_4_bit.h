@@ -72,18 +72,18 @@ INLINE void decode_64_e4m3_scales(__m512i codes, const Table<E4M3>& table, float
 }
 
 // Copies the scales of BLOCKS blocks of a token, 8 bytes; past the row's end they are 0 and not read.
-INLINE void load_scales_of_token(const Rows& rows, int64_t t, int64_t block, int64_t blocks, uint64_t* out) {
-    const uint8_t* row = rows.of(t < rows.count ? t : rows.count - 1) + block;
-    __mmask16 inside = static_cast<__mmask16>(first_bytes(blocks - block) & 0xFF);
+INLINE void load_scales_of_token(const Rows& rows, int64_t token, int64_t first_block, int64_t num_blocks, uint64_t* out) {
+    const uint8_t* row = rows.of(token < rows.count ? token : rows.count - 1) + first_block;
+    __mmask16 inside = static_cast<__mmask16>(first_bytes(num_blocks - first_block) & 0xFF);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_maskz_loadu_epi8(inside, row));
     rows.ahead->prefetch_line();
 }
 
 // Loads the block scales of a tile's keys, [block, key].
-inline void load_scales_by_block(const Rows& rows, int64_t block, int64_t blocks, float (&out)[BLOCKS][BLOCK_N]) {
+inline void load_scales_by_block(const Rows& rows, int64_t first_block, int64_t num_blocks, float (&out)[BLOCKS][BLOCK_N]) {
     alignas(64) uint64_t raw[BLOCK_N];
     // In the order that leaves keys in order after `decode_64_e4m3_scales`.
-    for (int64_t t = 0; t < BLOCK_N; t++) load_scales_of_token(rows, t, block, blocks, raw + t / 4 % 4 * 16 + t / 16 * 4 + t % 4);
+    for (int64_t t = 0; t < BLOCK_N; t++) load_scales_of_token(rows, t, first_block, num_blocks, raw + t / 4 % 4 * 16 + t / 16 * 4 + t % 4);
     __m512i a[8];
     const Table<E4M3> table;
     const __m512i order = _mm512_load_si512(NIBBLE_ORDERS.blocks);
@@ -105,11 +105,11 @@ inline void load_scales_by_block(const Rows& rows, int64_t block, int64_t blocks
 }
 
 // Transposes rows of 16 keys from byte `byte` on, four bytes per key and vector; past a row's end 0 and not read.
-inline void load_and_transpose_16_keys(const Rows& rows, int64_t t, int64_t byte, __mmask64 inside, uint32_t (&out)[16][BLOCK_N]) {
+inline void load_and_transpose_16_keys(const Rows& rows, int64_t first_key, int64_t first_byte, __mmask64 byte_mask, uint32_t (&out)[16][BLOCK_N]) {
     __m512i a[16], b[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) {
-        a[i] = _mm512_maskz_loadu_epi8(inside, rows.of(t + i < rows.count ? t + i : rows.count - 1) + byte);
+        a[i] = _mm512_maskz_loadu_epi8(byte_mask, rows.of(first_key + i < rows.count ? first_key + i : rows.count - 1) + first_byte);
         rows.ahead->prefetch_line();
     }
 #pragma GCC unroll 8
@@ -126,23 +126,23 @@ inline void load_and_transpose_16_keys(const Rows& rows, int64_t t, int64_t byte
     for (int j = 0; j < 4; j++) {
         __m512i p = _mm512_shuffle_i64x2(a[j], a[4 + j], 0x88), q = _mm512_shuffle_i64x2(a[j], a[4 + j], 0xDD);
         __m512i r = _mm512_shuffle_i64x2(a[8 + j], a[12 + j], 0x88), s = _mm512_shuffle_i64x2(a[8 + j], a[12 + j], 0xDD);
-        _mm512_storeu_si512(out[j] + t, _mm512_shuffle_i64x2(p, r, 0x88));
-        _mm512_storeu_si512(out[4 + j] + t, _mm512_shuffle_i64x2(q, s, 0x88));
-        _mm512_storeu_si512(out[8 + j] + t, _mm512_shuffle_i64x2(p, r, 0xDD));
-        _mm512_storeu_si512(out[12 + j] + t, _mm512_shuffle_i64x2(q, s, 0xDD));
+        _mm512_storeu_si512(out[j] + first_key, _mm512_shuffle_i64x2(p, r, 0x88));
+        _mm512_storeu_si512(out[4 + j] + first_key, _mm512_shuffle_i64x2(q, s, 0x88));
+        _mm512_storeu_si512(out[8 + j] + first_key, _mm512_shuffle_i64x2(p, r, 0xDD));
+        _mm512_storeu_si512(out[12 + j] + first_key, _mm512_shuffle_i64x2(q, s, 0xDD));
     }
 }
 
 // QK of 16 × VECTORS keys over up to 128 columns; `add` accumulates.
 template <int64_t DTYPE, int ROWS, int VECTORS>
-INLINE void accumulate_qk_4_bit(const Nibble<DTYPE>& nibble, const uint32_t* words, const float* scales, int64_t count,
-                             const uint32_t* queries, int64_t stride, bool add, float* out) {
+INLINE void accumulate_qk_4_bit(const Nibble<DTYPE>& code_table, const uint32_t* packed_keys, const float* block_scales, int64_t num_words,
+                             const uint32_t* queries, int64_t query_stride, bool accumulate, float* out) {
     __m512 total[ROWS][VECTORS];
 #pragma GCC unroll 8
     for (int i = 0; i < ROWS * VECTORS; i++)
         total[i / VECTORS][i % VECTORS] =
-            add ? _mm512_loadu_ps(out + i / VECTORS * BLOCK_N + i % VECTORS * W) : _mm512_setzero_ps();
-    for (int64_t w = 0; w < count; w += 2, words += 2 * BLOCK_N, queries += 8, scales += BLOCK_N) {
+            accumulate ? _mm512_loadu_ps(out + i / VECTORS * BLOCK_N + i % VECTORS * W) : _mm512_setzero_ps();
+    for (int64_t w = 0; w < num_words; w += 2, packed_keys += 2 * BLOCK_N, queries += 8, block_scales += BLOCK_N) {
         __m512 sum[ROWS][VECTORS];
 #pragma GCC unroll 8
         for (int i = 0; i < ROWS * VECTORS; i++)
@@ -151,12 +151,12 @@ INLINE void accumulate_qk_4_bit(const Nibble<DTYPE>& nibble, const uint32_t* wor
         for (int half = 0; half < 2; half++) {
             __m512i x[VECTORS][4];
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) nibble.look_up_4_codes(_mm512_loadu_si512(words + half * BLOCK_N + v * W), x[v]);
+            for (int v = 0; v < VECTORS; v++) code_table.look_up_4_codes(_mm512_loadu_si512(packed_keys + half * BLOCK_N + v * W), x[v]);
 #pragma GCC unroll 4
             for (int n = 0; n < 4; n++)
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; r++) {
-                    __m512bh q = (__m512bh)_mm512_set1_epi32(static_cast<int>(queries[r * stride + half * 4 + n]));
+                    __m512bh q = (__m512bh)_mm512_set1_epi32(static_cast<int>(queries[r * query_stride + half * 4 + n]));
 #pragma GCC unroll 4
                     for (int v = 0; v < VECTORS; v++) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], q, (__m512bh)x[v][n]);
                 }
@@ -164,7 +164,7 @@ INLINE void accumulate_qk_4_bit(const Nibble<DTYPE>& nibble, const uint32_t* wor
 #pragma GCC unroll 8
         for (int i = 0; i < ROWS * VECTORS; i++) {
             __m512 &to = total[i / VECTORS][i % VECTORS], x = sum[i / VECTORS][i % VECTORS];
-            to = DTYPE == E2M1 ? _mm512_fmadd_ps(x, _mm512_loadu_ps(scales + i % VECTORS * W), to) : x;
+            to = DTYPE == E2M1 ? _mm512_fmadd_ps(x, _mm512_loadu_ps(block_scales + i % VECTORS * W), to) : x;
         }
     }
 #pragma GCC unroll 8
@@ -197,12 +197,12 @@ struct BlockScaledP {
     alignas(64) uint32_t units[ROWS][BLOCK_N / 2][BLOCKS];
 
     // Packs scaled P, or with `rest` its rounding error. A masked P stays 0, whatever the scale.
-    void pack_scaled_p(const Rows& rows, int64_t block, int64_t blocks, const float* probabilities, bool rest) {
+    void pack_scaled_p(const Rows& scale_rows, int64_t first_block, int64_t num_blocks, const float* probabilities, bool residual_of_p) {
         alignas(64) uint64_t raw[BLOCK_N];
         alignas(64) float scales[BLOCK_N / 2][16];  // per pair: one token's and the other's, block by block
-        int64_t count = round_up(rows.count, 8);
+        int64_t count = round_up(scale_rows.count, 8);
         const Table<E4M3> table;
-        for (int64_t t = 0; t < count; t++) load_scales_of_token(rows, t, block, blocks, raw + t);
+        for (int64_t t = 0; t < count; t++) load_scales_of_token(scale_rows, t, first_block, num_blocks, raw + t);
         for (int64_t t = 0; t < count; t += 8) {
             __m512i codes = _mm512_permutexvar_epi8(_mm512_load_si512(NIBBLE_ORDERS.pairs), _mm512_load_si512(raw + t));
             decode_64_e4m3_scales(codes, table, scales[t / 2]);
@@ -211,7 +211,7 @@ struct BlockScaledP {
             __m512 x = _mm512_castpd_ps(_mm512_set1_pd(load<double>(p + 2 * pair)));
             __mmask16 seen = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_UQ);
             x = _mm512_maskz_mul_ps(seen, x, _mm512_load_ps(scales[pair]));
-            return rest ? (__m512)((VecF)x - round_to_bf16((VecF)x)) : x;
+            return residual_of_p ? (__m512)((VecF)x - round_to_bf16((VecF)x)) : x;
         };
         for (int r = 0; r < ROWS; r++)
             for (int64_t i = 0; i < count / 2; i += 2) {

@@ -40,8 +40,8 @@ void run_items(Job& job) {
 
 void run_items_in_team(void* job) { run_items(*static_cast<Job*>(job)); }
 
-void* worker_main(void* given) {
-    Worker& self = *static_cast<Worker*>(given);
+void* worker_main(void* worker) {
+    Worker& self = *static_cast<Worker*>(worker);
     for (;;) {
         pthread_mutex_lock(&self.mutex);
         while (self.job == nullptr) pthread_cond_wait(&self.wake, &self.mutex);
@@ -104,24 +104,24 @@ constexpr size_t KEPT = 32 << 20;  // a larger buffer is freed when a call needs
 pthread_key_t memory_key;
 pthread_once_t memory_once = PTHREAD_ONCE_INIT;
 
-void release(void* given) {
-    Memory* m = static_cast<Memory*>(given);
+void free_buffers_of_thread(void* buffers) {
+    Memory* m = static_cast<Memory*>(buffers);
     for (void* start : m->start) free(start);
     free(m);
 }
 
-void make_key() { pthread_key_create(&memory_key, release); }
+void make_key() { pthread_key_create(&memory_key, free_buffers_of_thread); }
 
 }  // namespace
 
-void parallel_for(int64_t items, int64_t worth, int64_t threads, Work work, void* context) {
+void parallel_for(int64_t items, int64_t useful_threads, int64_t team_threads, Work work, void* context) {
     Job job{work, context, items, 0, 0, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER};
-    int64_t helpers = (worth < items ? worth : items) - 1;
+    int64_t helpers = (useful_threads < items ? useful_threads : items) - 1;
     // If another call has the workers, the caller works alone: OpenMP would create another team for it.
     if (helpers <= 0 || pthread_mutex_trylock(&owner) != 0) return run_items(job);
     if (team != nullptr) {
         // The whole team, as PyTorch uses it: GNU's runtime ends the threads that a smaller team leaves out.
-        team(run_items_in_team, &job, static_cast<unsigned>(threads), 0);
+        team(run_items_in_team, &job, static_cast<unsigned>(team_threads), 0);
         pthread_mutex_unlock(&owner);
         return;
     }
@@ -142,9 +142,9 @@ void parallel_for(int64_t items, int64_t worth, int64_t threads, Work work, void
     pthread_mutex_unlock(&owner);
 }
 
-void use_team(Team given) {
+void use_team(Team new_team) {
     pthread_mutex_lock(&owner);
-    __atomic_store_n(&team, register_fork_handler() && !forked ? given : nullptr, __ATOMIC_RELAXED);
+    __atomic_store_n(&team, register_fork_handler() && !forked ? new_team : nullptr, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&owner);
 }
 

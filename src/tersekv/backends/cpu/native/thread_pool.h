@@ -6,10 +6,10 @@
 
 using Work = void (*)(void* context, int64_t item);
 
-// Runs work(context, 0) … work(context, items - 1). The caller works alone if `worth` is at most one thread, or if
-// another call has the threads; else with all `threads` of a team, or with up to `worth` threads of this library, which
-// wait for work without spinning.
-void parallel_for(int64_t items, int64_t worth, int64_t threads, Work work, void* context);
+// Runs work(context, 0) … work(context, items - 1). The caller works alone if `useful_threads` is at most one, or if
+// another call has the threads; else with all `team_threads` of a team, or with up to `useful_threads` of this library,
+// which wait for work without spinning.
+void parallel_for(int64_t items, int64_t useful_threads, int64_t team_threads, Work work, void* context);
 
 // Runs a function on an OpenMP team of `threads` threads: GOMP_parallel of GNU's runtime, which LLVM's and Intel's have
 // too. PyTorch's threads spin for a while after its own calls, and would compete with other threads for the cores.

@@ -8,9 +8,9 @@ namespace {
 
 // Low and high bytes of the bf16 values of 128 codes: 8-bit floats and int8 without their signs.
 template <int64_t DTYPE>
-struct Bytes {
+struct Bf16BytesOfCodes {
     uint8_t low[128], high[128];
-    constexpr Bytes() : low(), high() {
+    constexpr Bf16BytesOfCodes() : low(), high() {
         for (int i = 0; i < 128; i++) {
             uint32_t half = DTYPE == INT8 ? bf16_bits_of_int(i) : DTYPE == E5M2 ? bf16_bits_of_minifloat<5, 2>(i) : bf16_bits_of_minifloat<4, 3>(i);
             low[i] = half & 0xFF;
@@ -34,7 +34,7 @@ struct Bytes {
     }
 };
 template <int64_t DTYPE>
-alignas(64) constexpr Bytes<DTYPE> BYTES;
+alignas(64) constexpr Bf16BytesOfCodes<DTYPE> BYTES;
 
 // Bytes of the bf16 values of the 16 codes of e2m1 and int4.
 alignas(16) constexpr uint8_t E2M1_LOW[16] = {0, 0, 0x80, 0xC0, 0, 0x40, 0x80, 0xC0, 0, 0, 0x80, 0xC0, 0, 0x40, 0x80, 0xC0};
@@ -71,7 +71,7 @@ struct Table {
 };
 
 template <int64_t DTYPE>
-inline CodeLookup lookup_codes(__m512i codes) {
+inline CodeLookup lookup_4_bit_codes(__m512i codes) {
     return {_mm512_shuffle_epi8(broadcast_16_bytes(DTYPE == INT4 ? INT4_LOW : E2M1_LOW), codes),
             _mm512_shuffle_epi8(broadcast_16_bytes(DTYPE == INT4 ? INT4_HIGH : E2M1_HIGH), codes)};
 }
@@ -106,7 +106,7 @@ inline void store_key_pairs(__m512i x, const Table<DTYPE>& table, uint32_t* out)
 template <int64_t DTYPE>
 inline void store_key_pairs_4_bit(__m512i x, uint32_t* out) {
     Nibbles codes(_mm512_shuffle_epi8(x, broadcast_16_bytes(BY_BYTE)));
-    CodeLookup even = lookup_codes<DTYPE>(codes.even), odd = lookup_codes<DTYPE>(codes.odd);
+    CodeLookup even = lookup_4_bit_codes<DTYPE>(codes.even), odd = lookup_4_bit_codes<DTYPE>(codes.odd);
     __m512i e = _mm512_unpacklo_epi8(even.low, even.high), o = _mm512_unpacklo_epi8(odd.low, odd.high);
     _mm512_storeu_si512(out, _mm512_unpacklo_epi16(e, o));
     _mm512_storeu_si512(out + BLOCK_N, _mm512_unpackhi_epi16(e, o));
@@ -142,20 +142,20 @@ void unpack_keys_bf16(const Rows& rows, int64_t columns, uint32_t* out) {
 }
 
 // Byte permutations of two rows, so that unpacking lane by lane leaves columns in order.
-struct Orders {
-    uint8_t bytes[64], is_4_bit[64];
-    uint16_t halves[2][32];
-    constexpr Orders() : bytes(), is_4_bit(), halves() {
+struct ValueByteOrders {
+    uint8_t of_8_bit[64], of_4_bit[64];
+    uint16_t of_16_bit[2][32];
+    constexpr ValueByteOrders() : of_8_bit(), of_4_bit(), of_16_bit() {
         for (int lane = 0; lane < 4; lane++) {
             for (int i = 0; i < 16; i++) {
-                bytes[16 * lane + i] = i / 4 * 16 + 4 * lane + i % 4;
-                is_4_bit[16 * lane + i] = i / 2 * 8 + 2 * lane + i % 2;
+                of_8_bit[16 * lane + i] = i / 4 * 16 + 4 * lane + i % 4;
+                of_4_bit[16 * lane + i] = i / 2 * 8 + 2 * lane + i % 2;
             }
         }
-        for (int i = 0; i < 64; i++) halves[i / 32][i % 32] = i / 2 + i % 2 * 32;
+        for (int i = 0; i < 64; i++) of_16_bit[i / 32][i % 32] = i / 2 + i % 2 * 32;
     }
 };
-alignas(64) constexpr Orders ORDERS;
+alignas(64) constexpr ValueByteOrders VALUE_BYTE_ORDERS;
 
 inline void store_inside_row(__m512i x, uint32_t* out, int64_t c, int64_t columns) {
     if (c < columns) _mm512_storeu_si512(out + c, x);
@@ -163,7 +163,7 @@ inline void store_inside_row(__m512i x, uint32_t* out, int64_t c, int64_t column
 
 template <int64_t DTYPE>
 inline void store_value_pairs(__m512i a, __m512i b, const Table<DTYPE>& table, uint32_t* out, int64_t c, int64_t columns) {
-    __m512i order = _mm512_loadu_si512(ORDERS.bytes);
+    __m512i order = _mm512_loadu_si512(VALUE_BYTE_ORDERS.of_8_bit);
     a = _mm512_permutexvar_epi8(order, a), b = _mm512_permutexvar_epi8(order, b);
     CodeLookup first = table(_mm512_unpacklo_epi8(a, b)), second = table(_mm512_unpackhi_epi8(a, b));
     store_inside_row(_mm512_unpacklo_epi8(first.low, first.high), out, c, columns);
@@ -174,11 +174,11 @@ inline void store_value_pairs(__m512i a, __m512i b, const Table<DTYPE>& table, u
 
 template <int64_t DTYPE>
 inline void store_value_pairs_4_bit(__m512i a, __m512i b, uint32_t* out, int64_t c, int64_t columns) {
-    __m512i order = _mm512_loadu_si512(ORDERS.is_4_bit);
+    __m512i order = _mm512_loadu_si512(VALUE_BYTE_ORDERS.of_4_bit);
     Nibbles x(_mm512_permutexvar_epi8(order, a)), y(_mm512_permutexvar_epi8(order, b));
     for (int half = 0; half < 2; half++, c += 64) {
-        CodeLookup p = lookup_codes<DTYPE>(half ? _mm512_unpackhi_epi8(x.even, x.odd) : _mm512_unpacklo_epi8(x.even, x.odd));
-        CodeLookup q = lookup_codes<DTYPE>(half ? _mm512_unpackhi_epi8(y.even, y.odd) : _mm512_unpacklo_epi8(y.even, y.odd));
+        CodeLookup p = lookup_4_bit_codes<DTYPE>(half ? _mm512_unpackhi_epi8(x.even, x.odd) : _mm512_unpacklo_epi8(x.even, x.odd));
+        CodeLookup q = lookup_4_bit_codes<DTYPE>(half ? _mm512_unpackhi_epi8(y.even, y.odd) : _mm512_unpacklo_epi8(y.even, y.odd));
         __m512i v = _mm512_unpacklo_epi8(p.low, p.high), w = _mm512_unpacklo_epi8(q.low, q.high);
         store_inside_row(_mm512_unpacklo_epi16(v, w), out, c, columns);
         store_inside_row(_mm512_unpackhi_epi16(v, w), out, c + 16, columns);
@@ -200,8 +200,8 @@ void unpack_values_bf16(const Rows& rows, int64_t columns, uint32_t* out, int64_
             rows.ahead->prefetch_line(), rows.ahead->prefetch_line();
             int64_t c = i * 8 / bits_of(DTYPE);
             if constexpr (DTYPE == BF16) {
-                store_inside_row(_mm512_permutex2var_epi16(a, _mm512_loadu_si512(ORDERS.halves[0]), b), out, c, columns);
-                store_inside_row(_mm512_permutex2var_epi16(a, _mm512_loadu_si512(ORDERS.halves[1]), b), out, c + 16, columns);
+                store_inside_row(_mm512_permutex2var_epi16(a, _mm512_loadu_si512(VALUE_BYTE_ORDERS.of_16_bit[0]), b), out, c, columns);
+                store_inside_row(_mm512_permutex2var_epi16(a, _mm512_loadu_si512(VALUE_BYTE_ORDERS.of_16_bit[1]), b), out, c + 16, columns);
             } else if constexpr (is_4_bit(DTYPE)) {
                 store_value_pairs_4_bit<DTYPE>(a, b, out, c, columns);
             } else {

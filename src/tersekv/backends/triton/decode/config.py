@@ -95,25 +95,25 @@ def _one_warp_tile_config(f: SimpleNamespace, group: int) -> TileConfig:
     return t._replace(programs_per_sm=max(1, min(t.programs_per_sm, programs)))
 
 
-def _shrink_to_fit_shared_memory(t: TileConfig, f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
+def _shrink_to_fit_shared_memory(tile: TileConfig, f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
     """Reduces stages, then BLOCK_N, then BLOCK_M, until the buffers fit the shared memory of one program."""
-    while not _fits_shared_memory(t, f, fmt, pair_of(f)[1]):
-        if t.blocks_per_step > 1:
-            t = t._replace(blocks_per_step=1)
-        elif t.num_stages > 2:
-            t = t._replace(num_stages=t.num_stages - 1)
-        elif t.block_n > 16:
-            t = t._replace(block_n=t.block_n // 2)
-        elif t.block_m > 16:
-            t = t._replace(block_m=t.block_m // 2)
+    while not _fits_shared_memory(tile, f, fmt, pair_of(f)[1]):
+        if tile.blocks_per_step > 1:
+            tile = tile._replace(blocks_per_step=1)
+        elif tile.num_stages > 2:
+            tile = tile._replace(num_stages=tile.num_stages - 1)
+        elif tile.block_n > 16:
+            tile = tile._replace(block_n=tile.block_n // 2)
+        elif tile.block_m > 16:
+            tile = tile._replace(block_m=tile.block_m // 2)
         else:
-            return t._replace(num_stages=1)
-    return t
+            return tile._replace(num_stages=1)
+    return tile
 
 
-def _fits_shared_memory(t: TileConfig, f: SimpleNamespace, fmt: KVFormat, v_fmt: KVFormat) -> bool:
+def _fits_shared_memory(tile: TileConfig, f: SimpleNamespace, fmt: KVFormat, v_fmt: KVFormat) -> bool:
     d, dv = f.q.shape[2], f.out.shape[2]
-    ring = t.num_stages * t.blocks_per_step * t.block_n * (fmt.code_bytes(d) + v_fmt.code_bytes(dv))
+    ring = tile.num_stages * tile.blocks_per_step * tile.block_n * (fmt.code_bytes(d) + v_fmt.code_bytes(dv))
     if ring > launch.shared_memory_bytes_per_cta(f) - 8192:  # P and what the compiler adds
         return False
     # Measured of the compiler with many wide rows, for sm_80, 90 and 120: queries (two terms, where used), all stages
@@ -121,9 +121,9 @@ def _fits_shared_memory(t: TileConfig, f: SimpleNamespace, fmt: KVFormat, v_fmt:
     d, dv = launch.next_power_of_2(d), launch.next_power_of_2(dv)
     terms = 1 + needs_two_term_query(f, fmt)
     queries, stage = (
-        t.block_m * d * 2 * terms,
-        t.blocks_per_step * t.block_n * (fmt.code_bytes(d) + v_fmt.code_bytes(dv)),
+        tile.block_m * d * 2 * terms,
+        tile.blocks_per_step * tile.block_n * (fmt.code_bytes(d) + v_fmt.code_bytes(dv)),
     )
     sizes = (n * 2 * (2 if x.values_per_element > 1 else 1) for n, x in ((d, fmt), (dv, v_fmt)))
-    converted = t.blocks_per_step * t.block_n * max(sizes)
-    return queries + (t.num_stages - 1) * stage + converted + 4096 <= launch.shared_memory_bytes_per_cta(f)
+    converted = tile.blocks_per_step * tile.block_n * max(sizes)
+    return queries + (tile.num_stages - 1) * stage + converted + 4096 <= launch.shared_memory_bytes_per_cta(f)

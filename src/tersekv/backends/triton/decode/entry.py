@@ -40,12 +40,12 @@ from ..parts.kv_cache_args import (
     column_constants,
     format_constants,
     mask_args,
-    option_constants,
     pack_factor,
     packed_strides,
     request_block_size,
     rotation_args,
     why_not_kv_cache,
+    window_sinks_softcap_and_scale_constants,
 )
 from ..parts.tile_scheduler import METADATA_FIELDS
 from .config import TileConfig, choose_tile_config
@@ -163,36 +163,36 @@ def configure(f: SimpleNamespace) -> Config:
     ))  # fmt: skip
 
 
-def kernel_constants(f: SimpleNamespace, t: TileConfig, tma: bool) -> Constants:
-    return Constants(**format_constants(f), **_shape_tile_and_split_constants(f, t, tma), **_feature_constants(f))
+def kernel_constants(f: SimpleNamespace, tile: TileConfig, tma: bool) -> Constants:
+    return Constants(**format_constants(f), **_shape_tile_and_split_constants(f, tile, tma), **_feature_constants(f))
 
 
-def _shape_tile_and_split_constants(f: SimpleNamespace, t: TileConfig, tma: bool) -> dict[str, Any]:
+def _shape_tile_and_split_constants(f: SimpleNamespace, tile: TileConfig, use_tma: bool) -> dict[str, Any]:
     page, heads, pack, columns = f.k_cache.shape[1], f.k_cache.shape[2], pack_factor(pair_of(f)[1]), column_constants(f)
     return {
         **columns,
         "HEADS": heads,
         "GROUP": f.q.shape[1] // max(heads, 1),
         "PAGE": page,
-        "BLOCK_N": t.block_n,
-        "ONE_PAGE_PER_BLOCK": page % t.block_n == 0,
-        "USE_TMA": tma,
-        "REGISTER_PREFETCH": pack > 1 and not tma,
-        "K_ROWS_PER_PAGE": _rows_per_page(f.k_cache) if tma else 0,
-        "V_ROWS_PER_PAGE": _rows_per_page(f.v_cache) if tma else 0,
-        "K_ROWS_PER_HEAD": _rows_per_head(f.k_cache) if tma else 0,
-        "V_ROWS_PER_HEAD": _rows_per_head(f.v_cache) if tma else 0,
-        "UNROLL": t.blocks_per_step,
-        "BLOCK_M": t.block_m,
+        "BLOCK_N": tile.block_n,
+        "ONE_PAGE_PER_BLOCK": page % tile.block_n == 0,
+        "USE_TMA": use_tma,
+        "REGISTER_PREFETCH": pack > 1 and not use_tma,
+        "K_ROWS_PER_PAGE": _rows_per_page(f.k_cache) if use_tma else 0,
+        "V_ROWS_PER_PAGE": _rows_per_page(f.v_cache) if use_tma else 0,
+        "K_ROWS_PER_HEAD": _rows_per_head(f.k_cache) if use_tma else 0,
+        "V_ROWS_PER_HEAD": _rows_per_head(f.v_cache) if use_tma else 0,
+        "UNROLL": tile.blocks_per_step,
+        "BLOCK_M": tile.block_m,
         "BLOCK_B": request_block_size(f.seq_lens.shape[0]),
-        "MIN_BLOCKS_PER_RANGE": t.min_blocks,
-        "PARTIAL_ROWS": min(t.block_m, f.max_q_len * (f.q.shape[1] // max(heads, 1)))
+        "MIN_BLOCKS_PER_RANGE": tile.min_blocks,
+        "PARTIAL_ROWS": min(tile.block_m, f.max_q_len * (f.q.shape[1] // max(heads, 1)))
         if f.batch_invariant
-        else t.block_m,
+        else tile.block_m,
         "PARTIAL_COLUMNS": pack * columns["BLOCK_DV"] + 2,
         "COMBINE_SPLITS": 16,
         "COMBINE_COLUMNS": pack * columns["BLOCK_DV"],
-        "SPLIT_BLOCKS": min_split_key_blocks(f, t.block_n),
+        "SPLIT_BLOCKS": min_split_key_blocks(f, tile.block_n),
         "INT64_OFFSETS": launch.offsets_within_page_exceed_int32(
             f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache
         ),
@@ -202,7 +202,7 @@ def _shape_tile_and_split_constants(f: SimpleNamespace, t: TileConfig, tma: bool
 def _feature_constants(f: SimpleNamespace) -> dict[str, Any]:
     return attention_constants(f) | {
         "HAS_MASK": f.mask is not None,
-        **option_constants(f),
+        **window_sinks_softcap_and_scale_constants(f),
     }
 
 
@@ -212,9 +212,9 @@ def _stride_args(f: SimpleNamespace) -> dict[str, int]:
     return found | {"stride_mask_t": f.mask.stride[0] if f.mask is not None else 0}
 
 
-def _kv_host_descriptor_args(f: SimpleNamespace, t: TileConfig) -> dict[str, TensorMapArg]:
+def _kv_host_descriptor_args(f: SimpleNamespace, tile: TileConfig) -> dict[str, TensorMapArg]:
     """Returns K and V as tensor descriptors of 16-bit words where each is a matrix; else nothing (pointers)."""
-    if f.indices is not None or not t.use_tma or f.k_cache.shape[1] % t.block_n or not launch.has_tma(f):
+    if f.indices is not None or not tile.use_tma or f.k_cache.shape[1] % tile.block_n or not launch.has_tma(f):
         return {}
     found = {}
     sides = zip(("K", "V"), ("k_cache", "v_cache"), (f.q, f.out), pair_of(f), strict=True)
@@ -227,7 +227,7 @@ def _kv_host_descriptor_args(f: SimpleNamespace, t: TileConfig) -> dict[str, Ten
         block = max(16, launch.next_power_of_2(words))
         found[argument] = TensorMapArg(
             name,
-            partial(_host_descriptor_of_16bit_words, matrix=matrix, pack=pack, block_n=t.block_n, block_words=block),
+            partial(_host_descriptor_of_16bit_words, matrix=matrix, pack=pack, block_n=tile.block_n, block_words=block),
         )
     return found
 
@@ -242,24 +242,31 @@ def _rows_per_head(x: Any) -> int:
     return x.stride[2] // x.stride[1] if x.stride[2] >= x.stride[1] else 0
 
 
-def _cache_as_matrix_of_16bit_words(x: Any, words: int) -> tuple[int, int, int] | None:
+def _cache_as_matrix_of_16bit_words(cache: Any, words_per_row: int) -> tuple[int, int, int] | None:
     """Returns a cache as one matrix of slots, in 16-bit words: (rows, row pitch, columns); None where strides do not
     allow it.
 
     NHD puts heads along the columns, HND along the rows; K and V in one tensor only widen the pages.
     """
-    pages, slots, heads, _ = x.shape
-    s_p, s_s, s_h = packed_strides(x)
-    if not x.aligned or words < 16 or words != launch.next_power_of_2(words) or s_s % 8 or s_s == 0 or s_p % s_s:
+    pages, slots, heads, _ = cache.shape
+    s_p, s_s, s_h = packed_strides(cache)
+    if (
+        not cache.aligned
+        or words_per_row < 16
+        or words_per_row != launch.next_power_of_2(words_per_row)
+        or s_s % 8
+        or s_s == 0
+        or s_p % s_s
+    ):
         return None
     if s_h >= s_s:  # HND
         if s_h % s_s:
             return None
-        width, last = words, (heads - 1) * (s_h // s_s) + slots
+        width, last = words_per_row, (heads - 1) * (s_h // s_s) + slots
     else:
-        if (heads > 1 and s_h < words) or s_h % 8:
+        if (heads > 1 and s_h < words_per_row) or s_h % 8:
             return None
-        width, last = (heads - 1) * s_h + words, slots
+        width, last = (heads - 1) * s_h + words_per_row, slots
     rows = (pages - 1) * (s_p // s_s) + last
     return (rows, s_s, width) if width <= s_s and rows < 2**31 else None
 

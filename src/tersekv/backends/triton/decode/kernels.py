@@ -7,7 +7,7 @@ Keys lie on the matrix unit's M side and query rows on N, so few query heads was
 import triton
 import triton.language as tl
 
-from ..parts.combine import LOG2E, cast_output, finalize_softmax, load_scale
+from ..parts.combine import LOG2E, cast_output, compute_acc_scale_and_lse, load_scale
 from ..parts.key_lists import page_table_row_or_key_list
 from ..parts.tile_scheduler import (
     METADATA_FIELDS,
@@ -112,7 +112,7 @@ def decode_kernel(
                 value_scale = load_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * load_scale(
                     out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE
                 )
-                acc_scale, lse = finalize_softmax(
+                acc_scale, lse = compute_acc_scale_and_lse(
                     row_max, row_sum, value_scale * cfg.V_RESIDUAL_SCALE, SINKS, heads, m_row, cfg
                 )
                 store_output(OUT, acc_o, acc_scale, tokens, heads, m_row, stride_out_t, stride_out_h, cfg)

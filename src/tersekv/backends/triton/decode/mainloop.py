@@ -11,7 +11,7 @@ from ..parts.dequant import (
     expand_block_scales,
     int4_zero_points,
     log2_and_reciprocal,
-    tile_scale,
+    power_of_2_of_dequant_tile,
 )
 from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
 from ..parts.key_lists import keys_in_range_or_visible, load_page_ids_or_listed_keys, row_offsets
@@ -79,10 +79,10 @@ def load_query_tiles(Q, tokens, heads, m_row, stride_q_t, stride_q_h, rotation, 
             q_tile = (tiles[j] * inv_q_scale[None, :]).to(tl.float16)
             if cfg.K.CODE == INT4:
                 row_total += tl.sum(q_tile.to(tl.float32), 0)
-                q_tile *= tile_scale(1, cfg.K) / tile_scale(j, cfg.K)
+                q_tile *= power_of_2_of_dequant_tile(1, cfg.K) / power_of_2_of_dequant_tile(j, cfg.K)
             q_tiles = q_tiles + (q_tile,)
         if cfg.K.CODE == INT4:
-            q_tiles = q_tiles + (row_total * tile_scale(1, cfg.K),)
+            q_tiles = q_tiles + (row_total * power_of_2_of_dequant_tile(1, cfg.K),)
         return q_tiles, (exponent << 23).to(tl.float32, bitcast=True) * cfg.K_RESIDUAL_SCALE
 
 
@@ -286,14 +286,14 @@ def accumulate_pv(
         x = v[j]
         if MASKED and cfg.LIST.LENGTH < 0:  # rows of listed keys are loaded as 0 where they are not visible
             x = tl.where(
-                valid_keys(n_block, num_keys, num_q_rows, cfg)[None, :], x, 0.0
+                keys_visible_to_any_row(n_block, num_keys, num_q_rows, cfg)[None, :], x, 0.0
             )  # an invalid slot may hold NaN, and 0 × NaN is NaN
         out = out + (tl.dot(x, p.to(x.dtype), acc=acc_o[j]),)
     return out
 
 
 @triton.jit
-def valid_keys(n_block, num_keys, num_q_rows, cfg: tl.constexpr):
+def keys_visible_to_any_row(n_block, num_keys, num_q_rows, cfg: tl.constexpr):
     """Returns which keys of n_block [BLOCK_N] some row may see; pages before every row's window may have been freed."""
     o_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
     valid = o_n < num_keys
@@ -319,7 +319,9 @@ def compute_scores_unrolled(K, k_scales, v_scales, MASK, q, scale, softcap, page
             # V's scale joins the exponent, so that the P that multiplies codes lies in (0, 1].
             safe_v_scales = tl.maximum(v_scales[j], 1e-30)
             if MASKED and cfg.LIST.LENGTH < 0:
-                safe_v_scales = tl.where(valid_keys(n_block + j, num_keys, num_q_rows, cfg), safe_v_scales, 1.0)
+                safe_v_scales = tl.where(
+                    keys_visible_to_any_row(n_block + j, num_keys, num_q_rows, cfg), safe_v_scales, 1.0
+                )
             log2_v_scales, reciprocals = log2_and_reciprocal(safe_v_scales, cfg)
             x += log2_v_scales[:, None]
             inv_v_scales = inv_v_scales + (reciprocals,)
@@ -449,6 +451,6 @@ def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, scale, softcap, n_bl
     if cfg.CODE == INT4:
         unscaled = ()
         for j in tl.static_range(PACK):
-            unscaled = unscaled + (acc_o[j] * (1.0 / tile_scale(j, cfg)),)
+            unscaled = unscaled + (acc_o[j] * (1.0 / power_of_2_of_dequant_tile(j, cfg)),)
         acc_o = unscaled
     return row_max, tl.sum(row_sum, 0), acc_o

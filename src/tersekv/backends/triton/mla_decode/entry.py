@@ -48,7 +48,7 @@ from ...host.kernel_config import KernelConfig
 from ...host.key_lists import (
     NO_LISTS,
     KeyListConfig,
-    extra_set,
+    facts_of_extra_key_set,
     facts_with_rows_as_requests,
     key_list_args,
     key_list_config,
@@ -57,7 +57,12 @@ from ..parts.combine import combine_batch_invariant_kernel, combine_kernel
 from ..parts.tile_scheduler import METADATA_FIELDS
 from .config import TileConfig, choose_tile_config
 from .kernels import mla_decode_kernel
-from .two_sets import EXTRA_NAMES, facts_of_pass, merged_launches, renamed
+from .two_sets import (
+    EXTRA_NAMES,
+    facts_with_unscaled_fp32_out_and_lse,
+    launches_with_renamed_tensors,
+    pass_and_merge_launches,
+)
 
 MAX_RANK, MAX_ROPE = 512, 128
 
@@ -143,13 +148,13 @@ SUPPORTS = (BATCH_INVARIANCE, LISTS, LATENT_SINKS, TWO_SETS, LSE_OF_KEYS, MAX_LO
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    reason = _why_not_set(f)
+    reason = _why_not_one_key_set(f)
     if reason is None and f.extra_indices is not None:
-        reason = _why_not_set(extra_set(f))
+        reason = _why_not_one_key_set(facts_of_extra_key_set(f))
     return reason
 
 
-def _why_not_set(f: SimpleNamespace) -> str | None:
+def _why_not_one_key_set(f: SimpleNamespace) -> str | None:
     reason = launch.why_not(f)
     if reason:
         return reason
@@ -174,18 +179,18 @@ def _why_not_set(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> Config:
     if f.extra_indices is None:
-        return configure_set(f)
-    first, second = SimpleNamespace(**vars(f) | {"extra_indices": None}), extra_set(f)
+        return configure_one_key_set(f)
+    first, second = SimpleNamespace(**vars(f) | {"extra_indices": None}), facts_of_extra_key_set(f)
     if f.extra_indices.shape[-1] == 0:
-        return configure_set(first)
+        return configure_one_key_set(first)
     if f.indices.shape[-1] == 0:
-        alone = configure_set(second)
-        return alone._replace(launches=renamed(alone.launches, EXTRA_NAMES))
-    passes = [configure_set(facts_of_pass(x)) for x in (first, second)]
-    return passes[0]._replace(launches=merged_launches(f, [x.launches for x in passes]))
+        alone = configure_one_key_set(second)
+        return alone._replace(launches=launches_with_renamed_tensors(alone.launches, EXTRA_NAMES))
+    passes = [configure_one_key_set(facts_with_unscaled_fp32_out_and_lse(x)) for x in (first, second)]
+    return passes[0]._replace(launches=pass_and_merge_launches(f, [x.launches for x in passes]))
 
 
-def configure_set(f: SimpleNamespace) -> Config:
+def configure_one_key_set(f: SimpleNamespace) -> Config:
     """Returns the configuration of a call over one set of keys."""
     lists = key_list_config(f)
     list_args = key_list_args(f, f.ckv.shape[1] * (f.ckv.shape[0] if lists.CAUSAL else f.page_table.shape[1]))
@@ -264,16 +269,16 @@ def _format_constants(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
 
 
 def _shape_tile_and_split_constants(
-    f: SimpleNamespace, fmt: KVFormat, t: TileConfig, blocks: int, tma: bool
+    f: SimpleNamespace, fmt: KVFormat, tile: TileConfig, num_head_blocks: int, use_tma: bool
 ) -> dict[str, Any]:
     rank, page, pack = fmt.values(f.ckv.shape[2]), f.ckv.shape[1], 2 // fmt.storage.itemsize
     words, words_r = (rank - fmt.tail) // pack, fmt.tail or f.kpe.shape[2] * f.kpe.dtype.itemsize // 2
     block_dv = max(16, launch.next_power_of_2(rank // pack))
     group = fmt.scale_block if fmt.scale in (GROUP, UE8M0) else None
-    chunk = min(group // pack if group else t.chunk_columns, block_dv)
+    chunk = min(group // pack if group else tile.chunk_columns, block_dv)
     return {
-        "HEADS": blocks,
-        "GROUP": f.q_nope.shape[1] // blocks,
+        "HEADS": num_head_blocks,
+        "GROUP": f.q_nope.shape[1] // num_head_blocks,
         "DV": rank,
         "PACKED_V": words,
         "PACKED_PE": words_r,
@@ -282,19 +287,21 @@ def _shape_tile_and_split_constants(
         "CHUNK": chunk,
         "CHUNKS": -(-words // chunk),
         "PAGE": page,
-        "BLOCK_N": t.block_n,
-        "ONE_PAGE_PER_BLOCK": page % t.block_n == 0,
-        "USE_TMA": tma,
-        "REGISTER_PREFETCH": pack > 1 and not tma,
-        "CKV_ROWS_PER_PAGE": f.ckv.stride[0] // f.ckv.stride[1] if tma else 0,
-        "KPE_ROWS_PER_PAGE": f.kpe.stride[0] // f.kpe.stride[1] if tma and words_r else 0,
-        "BLOCK_M": t.block_m,
+        "BLOCK_N": tile.block_n,
+        "ONE_PAGE_PER_BLOCK": page % tile.block_n == 0,
+        "USE_TMA": use_tma,
+        "REGISTER_PREFETCH": pack > 1 and not use_tma,
+        "CKV_ROWS_PER_PAGE": f.ckv.stride[0] // f.ckv.stride[1] if use_tma else 0,
+        "KPE_ROWS_PER_PAGE": f.kpe.stride[0] // f.kpe.stride[1] if use_tma and words_r else 0,
+        "BLOCK_M": tile.block_m,
         "BLOCK_B": min(1024, launch.next_power_of_2(max(f.seq_lens.shape[0], 1))),
-        "MIN_BLOCKS_PER_RANGE": t.min_blocks,
-        "PARTIAL_ROWS": min(t.block_m, f.max_q_len * (f.q_nope.shape[1] // blocks)) if f.batch_invariant else t.block_m,
+        "MIN_BLOCKS_PER_RANGE": tile.min_blocks,
+        "PARTIAL_ROWS": min(tile.block_m, f.max_q_len * (f.q_nope.shape[1] // num_head_blocks))
+        if f.batch_invariant
+        else tile.block_m,
         "PARTIAL_COLUMNS": pack * block_dv + 2,
         "COMBINE_COLUMNS": pack * block_dv,
-        "SPLIT_BLOCKS": min_split_key_blocks(f, t.block_n),
+        "SPLIT_BLOCKS": min_split_key_blocks(f, tile.block_n),
         "INT64_OFFSETS": launch.offsets_within_page_exceed_int32(f.ckv, f.kpe, f.ckv_scale_cache),
         "CKV_STRIDE_UNIT": common_stride_unit(f.ckv, _packed_strides(f.ckv), 8),
         "KPE_STRIDE_UNIT": common_stride_unit(_rotary_part(f), _packed_strides(_rotary_part(f)), 8),
@@ -347,22 +354,28 @@ def _packed_strides(x: Any) -> tuple[int, int]:
     return x.stride[0] * x.dtype.itemsize // 2, x.stride[1] * x.dtype.itemsize // 2
 
 
-def _ckv_and_kpe_matrices(f: SimpleNamespace, t: TileConfig) -> tuple[CacheMatrix, ...]:
+def _ckv_and_kpe_matrices(f: SimpleNamespace, tile: TileConfig) -> tuple[CacheMatrix, ...]:
     """Returns matrices of ckv and kpe; none where a key block spans pages or a part is no matrix."""
     scales = latent_format(f.format).scale
-    if f.indices is not None or scales == UE8M0 or not t.use_tma or f.ckv.shape[1] % t.block_n or not launch.has_tma(f):
+    if (
+        f.indices is not None
+        or scales == UE8M0
+        or not tile.use_tma
+        or f.ckv.shape[1] % tile.block_n
+        or not launch.has_tma(f)
+    ):
         return ()
     found = [_cache_as_matrix_of_16bit_words(x) for x in ((f.ckv, f.kpe) if f.kpe.shape[2] else (f.ckv,))]
     matrices = tuple(x for x in found if x is not None)
     return matrices if len(matrices) == len(found) else ()
 
 
-def _cache_as_matrix_of_16bit_words(x: Any) -> CacheMatrix | None:
+def _cache_as_matrix_of_16bit_words(cache: Any) -> CacheMatrix | None:
     """Returns a part of a latent cache as one matrix of slots, in 16-bit words. Descriptors load 0 past its columns."""
-    pages, slots, columns = x.shape
-    s_p, s_s = _packed_strides(x)
-    words = columns * x.dtype.itemsize // 2
-    if not x.aligned or s_s % 8 or s_s < words or s_p % s_s or pages == 0:
+    pages, slots, columns = cache.shape
+    s_p, s_s = _packed_strides(cache)
+    words = columns * cache.dtype.itemsize // 2
+    if not cache.aligned or s_s % 8 or s_s < words or s_p % s_s or pages == 0:
         return None
     rows = (pages - 1) * (s_p // s_s) + slots
     return CacheMatrix(rows, s_s, words) if rows < 2**31 else None

@@ -14,7 +14,7 @@ value as well (`tail`).
 import triton
 import triton.language as tl
 
-from ..parts.combine import LN2, LOG2E, cast_output, finalize_softmax, load_scale
+from ..parts.combine import LN2, LOG2E, cast_output, compute_acc_scale_and_lse, load_scale
 from ..parts.dequant import dequant_packed, e4m3_bytes_to_fp16
 from ..parts.key_lists import (
     VISIBLE,
@@ -44,21 +44,22 @@ MIN_SCALE = tl.constexpr(1e-30)  # of a token's V scale: its reciprocal is finit
 
 @triton.jit
 def load_packed_block(X, page_ids, n_block, num_keys, stride_page, stride_slot, STRIDE_UNIT: tl.constexpr,
-                      FIRST_PACKED: tl.constexpr, BLOCK: tl.constexpr, PACKED_DIM: tl.constexpr, MASKED: tl.constexpr,
+                      FIRST_PACKED_COLUMN: tl.constexpr, BLOCK: tl.constexpr, PACKED_DIM: tl.constexpr,
+                      MASKED: tl.constexpr,
                       cfg: tl.constexpr):  # fmt: skip
-    """Loads packed codes [BLOCK_N, BLOCK] from column FIRST_PACKED of PACKED_DIM, by pointers; 0 outside where masked.
+    """Loads packed codes [BLOCK_N, BLOCK] from FIRST_PACKED_COLUMN on, by pointers; 0 outside where masked.
 
     Strides are in STRIDE_UNITs.
     """
-    o_w = FIRST_PACKED + tl.arange(0, BLOCK)
+    o_w = FIRST_PACKED_COLUMN + tl.arange(0, BLOCK)
     p_x = X + (row_offsets(page_ids, n_block, stride_page, stride_slot, cfg) * STRIDE_UNIT)[:, None] + o_w[None, :]
     if MASKED:
         m_n = keys_in_range_or_visible(page_ids, n_block, num_keys, cfg)
-        if FIRST_PACKED + BLOCK <= PACKED_DIM:
+        if FIRST_PACKED_COLUMN + BLOCK <= PACKED_DIM:
             return tl.load(p_x, mask=m_n[:, None], other=0)
         else:
             return tl.load(p_x, mask=m_n[:, None] & (o_w < PACKED_DIM)[None, :], other=0)
-    elif FIRST_PACKED + BLOCK <= PACKED_DIM:
+    elif FIRST_PACKED_COLUMN + BLOCK <= PACKED_DIM:
         return tl.load(p_x)
     else:
         return tl.load(p_x, mask=(o_w < PACKED_DIM)[None, :], other=0)
@@ -149,11 +150,12 @@ def load_group_scales(SCALES, page_ids, n_block, num_keys, stride_scales_p, stri
 
 
 @triton.jit
-def load_query_chunk(p_row, m_row, FIRST_PACKED: tl.constexpr, BLOCK: tl.constexpr, PACKED_DIM: tl.constexpr,
-                     PACK: tl.constexpr, I_PACKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
-    """Loads columns PACK * (FIRST_PACKED + i) + I_PACKED of the query rows, transposed: fp32 [BLOCK, BLOCK_M]."""
-    o_w = FIRST_PACKED + tl.arange(0, BLOCK)
-    p_q = p_row[None, :] + (PACK * o_w + I_PACKED)[:, None]
+def load_query_chunk(p_row, m_row, FIRST_PACKED_COLUMN: tl.constexpr, BLOCK: tl.constexpr, PACKED_DIM: tl.constexpr,
+                     PACK: tl.constexpr, I_VALUE_IN_PACKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
+    """Loads columns PACK * (FIRST_PACKED_COLUMN + i) + I_VALUE_IN_PACKED of the query rows, transposed: fp32 [BLOCK,
+    BLOCK_M]."""
+    o_w = FIRST_PACKED_COLUMN + tl.arange(0, BLOCK)
+    p_q = p_row[None, :] + (PACK * o_w + I_VALUE_IN_PACKED)[:, None]
     x = tl.load(p_q, mask=(o_w < PACKED_DIM)[:, None] & m_row[None, :], other=0.0)
     if cfg.Q_AS_BYTES:
         x = e4m3_bytes_to_fp16(x)
@@ -230,18 +232,21 @@ def load_query_tiles(
 
 
 @triton.jit
-def accumulate_qk(packed, q, FIRST_PACKED: tl.constexpr, TWO_TERM_Q: tl.constexpr, PACK: tl.constexpr, s,
-                  ACCUMULATE: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
-    """Returns (s +) K Q for a packed key tile and its query tiles, from FIRST_PACKED on: fp32 [BLOCK_N, BLOCK_M]."""
-    k = (packed,)
-    if PACK > 1:
-        k = dequant_packed(packed, cfg)
+def accumulate_qk_of_key_tile(
+    s, packed_k, q_tiles, FIRST_Q_TILE: tl.constexpr, TILES_PER_PACKED_K: tl.constexpr, TWO_TERM_Q: tl.constexpr,
+    ACCUMULATE: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """Returns (s +) K Q, fp32 [BLOCK_N, BLOCK_M]: a key tile, unpacked into TILES_PER_PACKED_K tiles, times the query
+    tiles from FIRST_Q_TILE on (with TWO_TERM_Q two for each)."""
+    k = (packed_k,)
+    if TILES_PER_PACKED_K > 1:
+        k = dequant_packed(packed_k, cfg)
     TERMS: tl.constexpr = 2 if TWO_TERM_Q else 1
-    for j in tl.static_range(PACK * TERMS):
+    for j in tl.static_range(TILES_PER_PACKED_K * TERMS):
         if ACCUMULATE or j > 0:
-            s = tl.dot(k[j // TERMS], q[FIRST_PACKED * TERMS + j], acc=s)
+            s = tl.dot(k[j // TERMS], q_tiles[FIRST_Q_TILE * TERMS + j], acc=s)
         else:
-            s = tl.dot(k[0], q[FIRST_PACKED * TERMS])
+            s = tl.dot(k[0], q_tiles[FIRST_Q_TILE * TERMS])
     return s
 
 
@@ -265,7 +270,7 @@ def compute_scores_and_packed_latents(prefetched_ckv, k_pe, group_scales, q_nope
             k_pe_block = load_k_pe_block(
                 KPE, KPE_MAP, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, MASKED, cfg
             )
-        s = accumulate_qk(k_pe_block, q_pe, 0, cfg.TWO_TERM_Q_PE, cfg.PACK_PE, None, False, cfg)
+        s = accumulate_qk_of_key_tile(None, k_pe_block, q_pe, 0, cfg.PACK_PE, cfg.TWO_TERM_Q_PE, False, cfg)
         if cfg.TAIL > 0:
             tail = k_pe_block
     # QK of the latents
@@ -280,11 +285,13 @@ def compute_scores_and_packed_latents(prefetched_ckv, k_pe, group_scales, q_nope
         packed = packed + (packed_chunk,)
         if cfg.GROUP_SCALES:
             s += (
-                accumulate_qk(packed_chunk, q_nope, i * cfg.PACK, cfg.TWO_TERM_Q, cfg.PACK, None, False, cfg)
+                accumulate_qk_of_key_tile(
+                    None, packed_chunk, q_nope, i * cfg.PACK, cfg.PACK, cfg.TWO_TERM_Q, False, cfg
+                )
                 * group_scales[i][:, None]
             )
         else:
-            s = accumulate_qk(packed_chunk, q_nope, i * cfg.PACK, cfg.TWO_TERM_Q, cfg.PACK, s, True, cfg)
+            s = accumulate_qk_of_key_tile(s, packed_chunk, q_nope, i * cfg.PACK, cfg.PACK, cfg.TWO_TERM_Q, True, cfg)
     return s * scale[None, :], packed, tail
 
 
@@ -571,7 +578,7 @@ def mla_decode_kernel(
             )  # fmt: skip
             # Epilogue: a whole work tile goes to OUT, a split to the workspace, for the combine
             if n_block_end - n_block_begin == request.num_n_blocks:
-                acc_scale, lse = finalize_softmax(
+                acc_scale, lse = compute_acc_scale_and_lse(
                     row_max, row_sum, value_scale, SINKS, heads, m_row, cfg, cfg.LSE_OF_KEYS
                 )
                 store_output(OUT, acc_o, acc_scale, tokens, heads, m_row, stride_out_t, stride_out_h, cfg)

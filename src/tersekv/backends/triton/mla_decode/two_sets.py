@@ -71,7 +71,7 @@ def merge_sets_kernel(
         tl.store(LSE + token * stride_lse_t + head * stride_lse_h, lse)
 
 
-def facts_of_pass(f: SimpleNamespace) -> SimpleNamespace:
+def facts_with_unscaled_fp32_out_and_lse(f: SimpleNamespace) -> SimpleNamespace:
     """Returns the facts of one set's pass: dense outputs in fp32, neither scaled nor with sinks, and an LSE."""
     t, heads, rank = f.out.shape
     out = f.out._replace(dtype=torch.float32, stride=(heads * rank, rank, 1), aligned=True)
@@ -81,7 +81,9 @@ def facts_of_pass(f: SimpleNamespace) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def renamed(launches: LaunchSequence | HostAction, names: Mapping[str, str | None]) -> LaunchSequence | HostAction:
+def launches_with_renamed_tensors(
+    launches: LaunchSequence | HostAction, names: Mapping[str, str | None]
+) -> LaunchSequence | HostAction:
     """Returns the same launches over other tensors."""
     if isinstance(launches, HostAction):
         return launches
@@ -90,12 +92,12 @@ def renamed(launches: LaunchSequence | HostAction, names: Mapping[str, str | Non
     )
 
 
-def merged_launches(f: SimpleNamespace, passes: list[Any]) -> LaunchSequence | HostAction:
-    """Returns the launches of both passes, in the order of the sets, and of the merge."""
+def pass_and_merge_launches(f: SimpleNamespace, launches_of_passes: list[Any]) -> LaunchSequence | HostAction:
+    """Returns the launches of the passes, in the order of the sets, and of the merge."""
     t, heads, rank = f.out.shape
     kernels: list[KernelLaunch] = []
     num_floats, slices = 0, dict[str, tuple[tuple[int, ...], torch.dtype] | None]()
-    for i, (launches, names) in enumerate(zip(passes, ({}, EXTRA_NAMES), strict=True), 1):
+    for i, (launches, names) in enumerate(zip(launches_of_passes, ({}, EXTRA_NAMES), strict=True), 1):
         if isinstance(launches, HostAction):  # no rows: nothing to compute
             return launches
         slices |= {f"OUT_{i}": ((t, heads, rank), torch.float32), f"LSE_{i}": ((t, heads), torch.float32)}

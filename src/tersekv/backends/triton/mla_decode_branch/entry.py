@@ -78,14 +78,14 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(
     f: SimpleNamespace,
-    decode: ModuleType = mla_decode,
-    output_launches: Callable[..., list[KernelLaunch]] | None = None,
+    decode_module: ModuleType = mla_decode,
+    make_output_launches: Callable[..., list[KernelLaunch]] | None = None,
 ) -> Config:
-    """decode, output_launches: another backend's `mla_decode`, and its launches after the first two"""
+    """decode_module, make_output_launches: another backend's `mla_decode`, and its launches after the first two"""
     sub_facts = facts_of_projections_and_decode(f)
     query_projection, config = (
         mla_project.choose_projection_config(sub_facts.query_projection),
-        decode.configure(sub_facts.decode),
+        decode_module.configure(sub_facts.decode),
     )
     if f.q.shape[0] == 0 or f.cache_lens.shape[0] == 0:
         return Config(query_projection, config, HostAction(write_empty_outputs) if f.q.shape[0] else LaunchSequence())
@@ -95,7 +95,7 @@ def configure(
     templates = [
         rope_store_project.make_rope_store_project_launch(f, query_projection),
         split_launch,
-        *((output_launches or combine_then_project_launches)(f, sub_facts, config, combine_launches)),
+        *((make_output_launches or combine_then_project_launches)(f, sub_facts, config, combine_launches)),
     ]
     workspace_tensors = {
         name: (fact.shape, fact.dtype)

@@ -109,7 +109,7 @@ def attention_kernel(
     stride_qt, stride_qh, stride_kv, stride_ot, stride_oh, stride_lt, stride_lh,
     DN: tl.constexpr, R: tl.constexpr, DV: tl.constexpr, DN_PAD: tl.constexpr, R_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr,
-    HAS_PREVIOUS_CHUNK: tl.constexpr, HAS_NEXT_CHUNK: tl.constexpr, HAS_LSE: tl.constexpr,
+    MERGE_PREVIOUS_CHUNK: tl.constexpr, STORE_RESIDUAL: tl.constexpr, STORE_LSE: tl.constexpr,
 ):  # fmt: skip
     """Attends one m_block of one head to one chunk. See the module's docstring."""
     i_request, head, m_block = work_tile_of_program(num_m_blocks, H, heads_per_l2_group)
@@ -127,7 +127,7 @@ def attention_kernel(
         tl.minimum(num_keys, m_start + causal_offset + 1), 0
     )  # keys that every query of the block sees
     visible_keys = tl.minimum(num_keys, tl.minimum(m_start + BLOCK_M, num_queries) + causal_offset)
-    if HAS_PREVIOUS_CHUNK:  # noqa: SIM102 - known to the compiler, unlike the other
+    if MERGE_PREVIOUS_CHUNK:  # noqa: SIM102 - known to the compiler, unlike the other
         if visible_keys <= 0:
             return
 
@@ -145,7 +145,7 @@ def attention_kernel(
     p_residual = OUT_RESIDUAL + (o_t * H + head)[:, None] * DV + o_v[None, :]
     p_lse = LSE + o_t * stride_lt + head.to(tl.int64) * stride_lh
     # Initial state: the previous chunk's, or empty
-    if HAS_PREVIOUS_CHUNK:
+    if MERGE_PREVIOUS_CHUNK:
         row_max = tl.load(p_lse, mask=m_q, other=float("-inf")) * LOG2E
         not_empty = row_max != float("-inf")
         row_sum = not_empty.to(tl.float32)
@@ -176,9 +176,9 @@ def attention_kernel(
     acc_o = acc_o / row_sum[:, None]
     out = acc_o.to(OUT.dtype.element_ty)
     tl.store(p_out, out, mask=m_out)
-    if HAS_NEXT_CHUNK:
+    if STORE_RESIDUAL:
         tl.store(p_residual, (acc_o - out.to(tl.float32)).to(OUT_RESIDUAL.dtype.element_ty), mask=m_out)
-    if HAS_LSE:
+    if STORE_LSE:
         tl.store(p_lse, tl.where(is_empty, float("-inf"), (row_max + tl.log2(row_sum)) * LN2), mask=m_q)
 
 
@@ -219,7 +219,7 @@ def make_attention_launch(
         "stride_kv": num_columns, "stride_lt": lse_strides[0], "stride_lh": lse_strides[1],
         "DN": nope, "R": rope, "DV": dim_v, "DN_PAD": padded_dims[0], "R_PAD": padded_dims[1], "DV_PAD": padded_dims[2],
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "USE_TMA": tile.tma,
-        "HAS_PREVIOUS_CHUNK": has_previous_chunk, "HAS_NEXT_CHUNK": has_next_chunk, "HAS_LSE": lse != "out",
+        "MERGE_PREVIOUS_CHUNK": has_previous_chunk, "STORE_RESIDUAL": has_next_chunk, "STORE_LSE": lse != "out",
     }  # fmt: skip
     grid = (requests * num_m_blocks * heads,)
     return KernelLaunch(attention_kernel, grid, arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)

@@ -85,6 +85,7 @@ def blockwise_gemm_kernel(
     blocks_m = tl.cdiv(num_rows, BLOCK_M)
     row = tl.program_id(0) % blocks_m * BLOCK_M
     column = tl.program_id(0) // blocks_m * BLOCK_N
+    # Main loop: latents times weight rows
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in tl.range(0, L, BLOCK_K):
         a = load_operand_tile(A, row, num_rows, k, L, L, BLOCK_M, BLOCK_K, USE_TMA)
@@ -94,10 +95,12 @@ def blockwise_gemm_kernel(
                 product = tl.dot(e4m3_bytes_to_fp16(a), tl.trans(e4m3_bytes_to_fp16(w)))
             else:
                 product = tl.dot(a, tl.trans(w))
+            # Both scales of these 128 columns
             scale = load_latent_scales(A_SCALE, row, num_rows, k // GROUP, stride_as, BLOCK_M)
             acc += product * (scale * load_weight_scale(W_SCALE, column, N, k // GROUP, stride_ws, BLOCK_N))
         else:
             acc = tl.dot(a, tl.trans(w), acc)
+    # Epilogue
     store_output_tile(OUT, acc, row, num_rows, column, N, BLOCK_M, BLOCK_N, USE_TMA)
 
 

@@ -20,7 +20,7 @@ from .token_rows import (
     load_rope_nope_rows,
     load_rope_position,
     load_rows,
-    load_token_slot,
+    load_slot_or_request_and_position,
     pdl_launch_or_order_loads,
     pdl_wait_and_launch,
     resolve_page_slot,
@@ -53,7 +53,7 @@ def quantize_and_append_rows(
     rope_args,
     H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
     SCALE_PER_HEAD: tl.constexpr, SCALE_QUANTIZES: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, PACKED: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, PACKED_READ_MODE: tl.constexpr,
     USE_PTX: tl.constexpr, USE_PDL: tl.constexpr, PDL_LAUNCH_LATE: tl.constexpr, rotation,
 ):  # fmt: skip
     """Quantizes and stores one block of rows [tokens, H, D]; with `rope_args`, tokens without a position are skipped.
@@ -64,16 +64,18 @@ def quantize_and_append_rows(
     """
     CODES: tl.constexpr = p_x.dtype.element_ty == tl.uint8
     token, head = token_and_head_of_rows(i_block, num_tokens, H, ROWS)
-    o_x = row_offsets(token, head, strides, STRIDE_UNIT // 2 if PACKED else STRIDE_UNIT)
+    o_x = row_offsets(token, head, strides, STRIDE_UNIT // 2 if PACKED_READ_MODE else STRIDE_UNIT)
+    # Wait for the previous kernel; loads of rows and of their slots
     pdl_wait_and_launch(USE_PDL, PDL_LAUNCH_LATE)
     if CODES:
         x = load_code_rows(p_x, o_x, D, D_PAD)
     else:
-        x = load_packed_pairs(p_x, o_x, D, D_PAD) if PACKED else load_rows(p_x, o_x, D, D_PAD)
-    token_slot = load_token_slot(token, slot_args)
+        x = load_packed_pairs(p_x, o_x, D, D_PAD) if PACKED_READ_MODE else load_rows(p_x, o_x, D, D_PAD)
+    token_slot = load_slot_or_request_and_position(token, slot_args)
     if rope_args[0] is not None:
         position = load_rope_position(token, rope_args)
     pdl_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, False)
+    # Where each row goes; m_write: whether it is stored
     page, page_slot, m_write = resolve_page_slot(token_slot, slot_args, PAGE)
     m_write = m_write[:, None]
     if rope_args[0] is not None:
@@ -84,16 +86,18 @@ def quantize_and_append_rows(
     if CODES:
         store_codes(p_codes, o_codes, x, m_write, D)
         return
+    # Rotation and channel scales; then the scale of the tensor or head, codes and their stored scales
     x = divide_by_channel_scales_and_rotate(x, rotation, head, D)
     quant_scale, global_scale = load_quant_scales(p_scale, scale, head, SCALE_PER_HEAD, SCALE_QUANTIZES)
     FP16: tl.constexpr = p_x.dtype.element_ty == tl.float16
-    if PACKED and FORMAT.CODE == "int4":
+    if PACKED_READ_MODE and FORMAT.CODE == "int4":
         quantize_and_store_int4_pairs(x, p_codes, p_scales, o_codes, o_scales, m_write, D, FP16, FORMAT.WIDEN)
-    elif PACKED:
+    elif PACKED_READ_MODE:
         tl.static_assert(FORMAT.CODE == "e2m1", "a code that words are not read for")
         quantize_and_store_nvfp4_pairs(
-            x, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, D, FP16, USE_PTX, PACKED == 2
-        )
+            x, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, D, FP16, USE_PTX,
+            PACKED_READ_MODE == 2,
+        )  # fmt: skip
     else:
         quantize_and_store(
             x, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, D, FORMAT, NATIVE_FP8_CAST
@@ -125,7 +129,7 @@ def rope_and_cast_queries(
     if rope_args[0] is not None:
         position = load_rope_position(token, rope_args)
     if ZERO_PADDING:
-        token_slot, _ = load_token_slot(token, slot_args)
+        token_slot, _ = load_slot_or_request_and_position(token, slot_args)
     pdl_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS)
     valid = token[:, None] >= 0
     if rope_args[0] is not None:
@@ -174,7 +178,7 @@ def rope_quantize_and_append_keys(
         a, b = load_rows(p_rope, o_rope, HALF, D_PAD // 2), load_rows(p_rope + HALF, o_rope, HALF, D_PAD // 2)
     else:
         x = load_rope_nope_rows(p_rope, o_rope, p_nope, o_nope, R, D, D_PAD)
-    position, token_slot = load_rope_position(token, rope_args), load_token_slot(token, slot_args)
+    position, token_slot = load_rope_position(token, rope_args), load_slot_or_request_and_position(token, slot_args)
     pdl_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS)
     p_cos_sin_row, has_position = cos_sin_row_ptr_and_mask(position, rope_args)
     if SPLIT_HALVES:

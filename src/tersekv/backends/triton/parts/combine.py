@@ -36,7 +36,7 @@ def cast_output(value, OUT, cfg: tl.constexpr):
 
 
 @triton.jit
-def finalize_softmax(
+def compute_acc_scale_and_lse(
     row_max, row_sum, v_scale, SINKS, heads, m_row, cfg: tl.constexpr, LSE_OF_KEYS: tl.constexpr = False
 ):
     """Returns (acc_scale, LSE in natural log) of rows with base-2 row_max and row_sum; LSE_OF_KEYS: without sinks."""
@@ -77,7 +77,7 @@ def combine_kernel(
         m_block = tl.load(SPLIT_METADATA + i_program * METADATA_FIELDS + 3)
         h, i_row = i_program % cfg.HEADS, m_block * cfg.BLOCK_M + i_row_in_block
         if i_row < num_q_rows * cfg.GROUP:
-            row_max, row_sum, acc_o = combine_splits(
+            row_max, row_sum, acc_o = load_and_combine_splits_of_row(
                 SPLIT_WORKSPACE, 2 * i_program, 2 * cfg.HEADS, 1, num_splits, i_row_in_block, cfg
             )
             store_output_row(
@@ -98,7 +98,7 @@ def combine_batch_invariant_kernel(
     request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
     i_row, split_blocks = m_block * cfg.BLOCK_M + i_row_in_block, blocks_per_split(request.num_n_blocks, cfg)
     if (i_row < request.num_q_rows * cfg.GROUP) & (split_blocks < request.num_n_blocks):
-        row_max, row_sum, acc_o = combine_splits(
+        row_max, row_sum, acc_o = load_and_combine_splits_of_row(
             SPLIT_WORKSPACE, i_work_tile * max_splits * cfg.HEADS + h, cfg.HEADS, 0,
             tl.cdiv(request.num_n_blocks, split_blocks), i_row_in_block, cfg,
         )  # fmt: skip
@@ -109,7 +109,7 @@ def combine_batch_invariant_kernel(
 
 
 @triton.jit
-def combine_splits(
+def load_and_combine_splits_of_row(
     SPLIT_WORKSPACE, first_slot, slot_stride, first_slot_offset, num_splits, i_row_in_block, cfg: tl.constexpr
 ):
     """Returns (row_max, row_sum, acc_o) of one row over all splits; the first slot is first_slot +
@@ -150,8 +150,9 @@ def store_output_row(row_max, row_sum, acc_o, SINKS, OUT, LSE, MAX_LOGITS, v_sca
     value_scale = load_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * load_scale(
         out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE
     )
-    acc_scale, lse = finalize_softmax(row_max, row_sum, value_scale * cfg.V_RESIDUAL_SCALE, SINKS, head, True, cfg,
-                                      cfg.LSE_OF_KEYS)  # fmt: skip
+    acc_scale, lse = compute_acc_scale_and_lse(
+        row_max, row_sum, value_scale * cfg.V_RESIDUAL_SCALE, SINKS, head, True, cfg, cfg.LSE_OF_KEYS
+    )
     packed_column = o_d % cfg.BLOCK_DV
     p_out = OUT + token * stride_out_t + head * stride_out_h + cfg.PACK * packed_column + o_d // cfg.BLOCK_DV
     tl.store(p_out, cast_output(acc_o * acc_scale, OUT, cfg), mask=packed_column < cfg.PACKED_V)

@@ -193,7 +193,7 @@ def dequant_packed(packed, cfg: tl.constexpr, operand=None):
 
     operand: e2m1: block scales by word (`expand_block_scales`), which multiply codes; int4: None, or zero points
     (int16, broadcast against the words), which are subtracted.
-    Tiles are values × their `tile_scale`.
+    Tiles are values × their `power_of_2_of_dequant_tile`.
     """
     # NOTE: result types are written out: Triton 3.9 accepts no named tuple of types.
     if cfg.PACK == 1:
@@ -250,12 +250,12 @@ def dequant_packed(packed, cfg: tl.constexpr, operand=None):
 
 
 @triton.constexpr_function
-def tile_scale(j, cfg):
-    """Returns the power of two that tile j of `dequant_packed` is multiplied by."""
+def power_of_2_of_dequant_tile(i_tile, cfg):
+    """Returns the power of two that tile i_tile of `dequant_packed` is multiplied by."""
     if cfg.CODE == "e2m1":
         return 2.0**-14 if cfg.USE_PTX else 2.0**-7  # 2^7: `expand_block_scales`
     elif cfg.CODE == "int4" and cfg.USE_PTX:
-        return 2.0**-20 if j % 2 else 2.0**-24
+        return 2.0**-20 if i_tile % 2 else 2.0**-24
     else:
         return 1.0
 

@@ -88,11 +88,11 @@ def load_index_rows(
 
 
 @triton.jit
-def encode_index_fp8(x, COLUMNS: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
-    """Returns e4m3 bytes of rows x [ROWS, D_PAD] fp32, and scales [ROWS, D_PAD / COLUMNS], powers of two."""
+def encode_index_fp8(x, COLUMNS_PER_SCALE: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
+    """Returns e4m3 bytes of rows x [ROWS, D_PAD] fp32, and scales [ROWS, D_PAD / COLUMNS_PER_SCALE], powers of two."""
     ROWS: tl.constexpr = x.shape[0]
     D_PAD: tl.constexpr = x.shape[1]
-    blocks = tl.reshape(x, [ROWS, D_PAD // COLUMNS, COLUMNS])
+    blocks = tl.reshape(x, [ROWS, D_PAD // COLUMNS_PER_SCALE, COLUMNS_PER_SCALE])
     scale = divide_rn(tl.maximum(row_abs_max(blocks), MIN_INDEX_AMAX), E4M3_MAX)
     # The next power of two, from the bits: any mantissa carries into the exponent; inf stays.
     scale = ((scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)

@@ -57,29 +57,29 @@ class ScoreConfig(KernelConfig):
 
 
 @triton.jit
-def request_of_row(CU_SEQLENS_Q, B, t, cfg: tl.constexpr):
-    """Returns the request of row t, B if it lies behind all, −1 if before."""
+def request_of_row(CU_SEQLENS_Q, B, i_row, cfg: tl.constexpr):
+    """Returns the request of row i_row, B if it lies behind all, −1 if before."""
     if cfg.VARLEN_Q:
-        ended = -(t < tl.load(CU_SEQLENS_Q).to(tl.int64)).to(tl.int32)
+        ended = -(i_row < tl.load(CU_SEQLENS_Q).to(tl.int64)).to(tl.int32)
         for i in range(0, B, cfg.BLOCK_B):
             o_b = i + tl.arange(0, cfg.BLOCK_B)
             end = tl.load(CU_SEQLENS_Q + o_b + 1, mask=o_b < B, other=0).to(tl.int64)
-            ended += tl.sum(((o_b < B) & (end <= t)).to(tl.int32))
+            ended += tl.sum(((o_b < B) & (end <= i_row)).to(tl.int32))
         return ended
     else:
-        return t // cfg.Q_LEN
+        return i_row // cfg.Q_LEN
 
 
 @triton.jit
-def positions_of_rows_in_request(SEQ_LENS, CU_SEQLENS_Q, B, b, rows, cfg: tl.constexpr):
-    """Returns positions int64 of rows where they are of request b, else −1."""
-    valid = (b >= 0) & (b < B)
-    seq_len = tl.load(SEQ_LENS + b, mask=valid, other=0).to(tl.int64)
+def positions_of_rows_in_request(SEQ_LENS, CU_SEQLENS_Q, B, i_request, rows, cfg: tl.constexpr):
+    """Returns positions int64 of rows where they are of request i_request, else −1."""
+    valid = (i_request >= 0) & (i_request < B)
+    seq_len = tl.load(SEQ_LENS + i_request, mask=valid, other=0).to(tl.int64)
     if cfg.VARLEN_Q:
-        begin = tl.load(CU_SEQLENS_Q + b, mask=valid, other=0).to(tl.int64)
-        end = tl.load(CU_SEQLENS_Q + b + 1, mask=valid, other=0).to(tl.int64)
+        begin = tl.load(CU_SEQLENS_Q + i_request, mask=valid, other=0).to(tl.int64)
+        end = tl.load(CU_SEQLENS_Q + i_request + 1, mask=valid, other=0).to(tl.int64)
     else:
-        begin = b.to(tl.int64) * cfg.Q_LEN
+        begin = i_request.to(tl.int64) * cfg.Q_LEN
         end = begin + cfg.Q_LEN
     mine = valid & (rows >= begin) & (rows < end)
     return tl.where(mine, tl.maximum(seq_len - (end - rows), -1), -1)
@@ -121,7 +121,7 @@ def load_query_block(Q, p_row, head_block, d_block, m_rows, stride_qh, cfg: tl.c
 
 
 @triton.jit
-def load_queries(Q, p_row, head_block, m_rows, stride_qh, cfg: tl.constexpr):
+def load_query_by_d_blocks(Q, p_row, head_block, m_rows, stride_qh, cfg: tl.constexpr):
     """Loads a tile for each block of columns."""
     first = load_query_block(Q, p_row, head_block, 0, m_rows, stride_qh, cfg)
     if cfg.D_BLOCKS == 1:
@@ -209,6 +209,7 @@ def index_scores_kernel(
 ):  # fmt: skip
     """Scores of rows [first_row, end_row), row first_row to the first row of OUT. STARTS, ENDS: the keys that each row
     sees, instead of those up to its position."""
+    # Tile scheduler: rows, the requests that they may belong to, columns
     first = first_row + tl.program_id(1) * cfg.ROWS
     rows = (first + tl.arange(0, cfg.ROWS)).to(tl.int64)
     last = tl.minimum(first + cfg.ROWS, end_row) - 1
@@ -220,6 +221,7 @@ def index_scores_kernel(
     column_end = tl.minimum(column_begin + cfg.STEPS * cfg.GROUPS, width)
     for i in range(b_first, tl.maximum(b_last, b_first) + 1):
         b = tl.cast(i, tl.int32)
+        # Keys [first_keys, visible) are those that a row sees
         position = positions_of_rows_in_request(SEQ_LENS, CU_SEQLENS_Q, B, b, rows, cfg)
         visible = tl.minimum((position + 1) // cfg.RATIO, max_keys).to(tl.int32)
         if ENDS is not None:
@@ -279,7 +281,7 @@ def _store_scores_of_request(
             o_out, m_out, limit = (out_rows * stride_ot)[None, :], m_rows[None, :], visible[None, :]
             lowest = first_keys[None, :]
         if cfg.EACH or cfg.HEAD_BLOCKS == 1:
-            q = load_queries(Q, o_q, head_block, m_seen_rows, stride_qh, cfg)
+            q = load_query_by_d_blocks(Q, o_q, head_block, m_seen_rows, stride_qh, cfg)
             w = load_head_weights(WEIGHTS, o_w, head_block, m_seen_rows, stride_wh, cfg)
         for column in range(seen_begin, seen_end, cfg.GROUPS):
             o_column = column + tl.arange(0, cfg.GROUPS)
@@ -288,6 +290,7 @@ def _store_scores_of_request(
                 any_number = tl.full([cfg.GROUPS, C], 0, tl.int32)
                 any_nan = tl.full([cfg.GROUPS, C], 0, tl.int32)
             for sub in range(cfg.SUBS):
+                # Page lookup
                 slot = sub * cfg.GROUP + o_n % cfg.GROUP
                 key = (column + o_n // cfg.GROUP) * cfg.BLOCK + slot
                 m_keys = (slot < cfg.BLOCK) & (key < num_seen)
@@ -299,6 +302,7 @@ def _store_scores_of_request(
                     entry = key % cfg.PAGE
                 o_keys = page * stride_kp + entry.to(tl.int64) * stride_ks
                 o_scales = page * stride_sp + entry.to(tl.int64) * stride_ss
+                # QK, ReLU, weights and sum of the heads; the scale of keys with one scale
                 if cfg.EACH or cfg.HEAD_BLOCKS == 1:
                     s = relu_and_weight_heads(compute_qk(K, SCALES, o_keys, o_scales, m_keys, q, cfg), w, cfg)
                     if not cfg.EACH:
@@ -306,7 +310,7 @@ def _store_scores_of_request(
                 else:
                     s = tl.full([cfg.BLOCK_N, C], 0.0, tl.float32)
                     for i in range(cfg.HEAD_BLOCKS):
-                        q_i = load_queries(Q, o_q, i, m_seen_rows, stride_qh, cfg)
+                        q_i = load_query_by_d_blocks(Q, o_q, i, m_seen_rows, stride_qh, cfg)
                         w_i = load_head_weights(WEIGHTS, o_w, i, m_seen_rows, stride_wh, cfg)
                         s += sum_heads(
                             relu_and_weight_heads(compute_qk(K, SCALES, o_keys, o_scales, m_keys, q_i, cfg), w_i, cfg),
@@ -315,6 +319,7 @@ def _store_scores_of_request(
                 if cfg.HAS_SCALES and cfg.D_BLOCKS == 1:
                     s = s * tl.load(SCALES + o_scales, mask=m_keys, other=0.0)[:, None]
                 s = s * scale
+                # Mask, and the largest score of a column
                 m_seen = m_keys[:, None] & (key[:, None] < limit)
                 if HAS_STARTS:
                     m_seen = m_seen & (key[:, None] >= lowest)
@@ -329,13 +334,13 @@ def _store_scores_of_request(
             tl.store(OUT + o_out + o_column[:, None], best, mask=m_out & (o_column < column_end)[:, None])
         # What no row sees.
         if HAS_STARTS:
-            _store_nothing(OUT, o_out, m_out, column_begin, seen_begin, cfg)
+            _store_minus_inf_scores(OUT, o_out, m_out, column_begin, seen_begin, cfg)
         done = seen_begin + tl.cdiv(tl.maximum(seen_end - seen_begin, 0), cfg.GROUPS) * cfg.GROUPS
-        _store_nothing(OUT, o_out, m_out, done, column_end, cfg)
+        _store_minus_inf_scores(OUT, o_out, m_out, done, column_end, cfg)
 
 
 @triton.jit
-def _store_nothing(OUT, o_out, m_out, column_begin, column_end, cfg: tl.constexpr):
+def _store_minus_inf_scores(OUT, o_out, m_out, column_begin, column_end, cfg: tl.constexpr):
     """Stores −inf to columns [column_begin, column_end). o_out, m_out: offsets and mask of rows [1, C]."""
     for column in range(column_begin, column_end, cfg.GROUPS):
         o_column = column + tl.arange(0, cfg.GROUPS)

@@ -52,7 +52,7 @@ def block_columns(BLOCK: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def load_topk_keys(source, begin, BLOCK: tl.constexpr, WARPS: tl.constexpr):
+def load_sortable_score_keys(source, begin, BLOCK: tl.constexpr, WARPS: tl.constexpr):
     """Loads keys as uint32 in the order of scores; 0: not to be taken, 1: NaN, the largest: taken before all others."""
     i = begin + block_columns(BLOCK, WARPS)
     valid = i < source.num
@@ -70,7 +70,7 @@ def load_topk_keys(source, begin, BLOCK: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def load_columns(source, begin, columns_offset, mask, BLOCK: tl.constexpr, WARPS: tl.constexpr):
+def load_columns_of_keys(source, begin, columns_offset, mask, BLOCK: tl.constexpr, WARPS: tl.constexpr):
     """Returns the columns of a block of a source."""
     i = begin + block_columns(BLOCK, WARPS)
     if source.p_row.dtype.element_ty == tl.int32:
@@ -96,54 +96,56 @@ def count_constraints(n):
 
 
 @triton.jit
-def minus_below(key, threshold, WARPS: tl.constexpr, USE_PTX: tl.constexpr):
+def negative_partial_counts_below(keys, threshold, WARPS: tl.constexpr, USE_PTX: tl.constexpr):
     """Returns a tensor whose sum is minus the number of keys below the threshold."""
     if USE_PTX:
-        N: tl.constexpr = min(key.numel // (32 * WARPS), 8)
+        N: tl.constexpr = min(keys.numel // (32 * WARPS), 8)
         PTX: tl.constexpr = count_ptx(N)
         CONSTRAINTS: tl.constexpr = count_constraints(N)
-        return tl.inline_asm_elementwise(PTX, CONSTRAINTS, [key, threshold], tl.int32, True, N)
+        return tl.inline_asm_elementwise(PTX, CONSTRAINTS, [keys, threshold], tl.int32, True, N)
     else:
-        return -(key < threshold).to(tl.int32)
+        return -(keys < threshold).to(tl.int32)
 
 
 @triton.jit
-def count_from(source, key, threshold, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, WARPS: tl.constexpr,
+def count_keys_at_or_above(source, first_block_keys, threshold, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
+                           WARPS: tl.constexpr,
                USE_PTX: tl.constexpr):  # fmt: skip
-    """Counts keys of the source >= threshold, which is not 0. key: of the first block."""
-    counts, total = minus_below(key, threshold, WARPS, USE_PTX), BLOCK
+    """Counts keys of the source >= threshold, which is not 0."""
+    counts, total = negative_partial_counts_below(first_block_keys, threshold, WARPS, USE_PTX), BLOCK
     if not ONE_BLOCK:
         for begin in range(BLOCK, source.num, BLOCK):
-            counts += minus_below(load_topk_keys(source, begin, BLOCK, WARPS), threshold, WARPS, USE_PTX)
+            counts += negative_partial_counts_below(
+                load_sortable_score_keys(source, begin, BLOCK, WARPS), threshold, WARPS, USE_PTX
+            )
             total += BLOCK
     return total + tl.sum(counts)
 
 
 @triton.jit
 def find_topk_threshold_and_ties(
-    source, key, k, most, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, WARPS: tl.constexpr,
+    source, first_block_keys, k, max_taken, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, WARPS: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Returns (the smallest key of the k largest, or of up to `most`; how many of the keys equal to it are taken). key:
-    of the first block."""
+    """Returns (the smallest key of the k largest, or of up to `max_taken`; how many equal keys are taken)."""
     threshold, bit = tl.full([], 0, tl.uint32), tl.full([], 0x80000000, tl.uint32)
-    num_from = count_from(source, key, threshold + 1, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
-    while (bit > 0) & (num_from > most):
-        count = count_from(source, key, threshold | bit, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
+    num_from = count_keys_at_or_above(source, first_block_keys, threshold + 1, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
+    while (bit > 0) & (num_from > max_taken):
+        count = count_keys_at_or_above(source, first_block_keys, threshold | bit, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
         threshold = tl.where(count >= k, threshold | bit, threshold)
         num_from = tl.where(count >= k, count, num_from)
         bit = bit >> 1
     threshold = tl.maximum(threshold, 1)
     more = tl.full([], 0, tl.int32)
     if threshold < 0xFFFFFFFF:
-        more = count_from(source, key, threshold + 1, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
-    return threshold, tl.minimum(num_from, most) - more
+        more = count_keys_at_or_above(source, first_block_keys, threshold + 1, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
+    return threshold, tl.minimum(num_from, max_taken) - more
 
 
 @triton.jit
-def places_of_taken(key, threshold, ties):
-    """Returns (places of a block's keys among those taken, which are taken, how many are, how many ties are left)."""
-    more, equal = key > threshold, key == threshold
+def output_positions_of_taken_keys(keys, threshold, max_ties):
+    """Returns (output positions of a block's keys, which are taken, how many are, how many ties are left)."""
+    more, equal = keys > threshold, keys == threshold
     # Both counts in one scan; a block has fewer than 2^15 columns.
     both = (more.to(tl.int32) << 16) + equal.to(tl.int32)
     of_step = tl.sum(both, 0)
@@ -151,42 +153,45 @@ def places_of_taken(key, threshold, ties):
     before = tl.cumsum(of_step, 1) - of_step + (tl.cumsum(of_warp, 0) - of_warp)[:, None]
     both = tl.cumsum(both, 0) + before[None, :, :]
     num_more, num_equal = both >> 16, both & 0xFFFF
-    place = num_more + tl.minimum(num_equal, ties) - 1
+    place = num_more + tl.minimum(num_equal, max_ties) - 1
     total = tl.sum(of_warp, 0)
-    count = (total >> 16) + tl.minimum(total & 0xFFFF, ties)
-    return place, more | (equal & (num_equal <= ties)), count, tl.maximum(ties - (total & 0xFFFF), 0)
+    count = (total >> 16) + tl.minimum(total & 0xFFFF, max_ties)
+    return place, more | (equal & (num_equal <= max_ties)), count, tl.maximum(max_ties - (total & 0xFFFF), 0)
 
 
 @triton.jit
-def row_columns(
-    STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS: tl.constexpr, cfg: tl.constexpr
-):
-    """Returns (columns that row t sees, its open group, whether it has one, its first column). VISIBLE: columns, or
-    where they end behind STARTS; None: by its position, KEYS keys a column."""
+def num_visible_columns_and_open_group(
+    STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_row, width, KEYS_PER_COLUMN: tl.constexpr,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """Returns (number of columns that row i_row sees, its open group, whether it has one, its first column). VISIBLE:
+    columns, or where they end behind STARTS; None: by its position, KEYS_PER_COLUMN keys a column."""
     if VISIBLE is not None:
-        group = tl.load(VISIBLE + t).to(tl.int64)
+        group = tl.load(VISIBLE + i_row).to(tl.int64)
         columns, is_open = group, group < 0
         if OPEN_GROUP is not None:
-            is_open = tl.load(OPEN_GROUP + t) != 0
+            is_open = tl.load(OPEN_GROUP + i_row) != 0
     else:
-        b = request_of_row(CU_SEQLENS_Q, B, t, cfg)
-        position = positions_of_rows_in_request(SEQ_LENS, CU_SEQLENS_Q, B, b, t.to(tl.int64), cfg)
+        b = request_of_row(CU_SEQLENS_Q, B, i_row, cfg)
+        position = positions_of_rows_in_request(SEQ_LENS, CU_SEQLENS_Q, B, b, i_row.to(tl.int64), cfg)
         group = (position + 1) // cfg.RATIO
-        columns = (group + KEYS - 1) // KEYS
+        columns = (group + KEYS_PER_COLUMN - 1) // KEYS_PER_COLUMN
         is_open = (position + 1) % cfg.RATIO > 0
     visible, start = tl.maximum(tl.minimum(columns, width), 0).to(tl.int32), tl.full([], 0, tl.int64)
     if STARTS is not None:
-        start = tl.minimum(tl.maximum(tl.load(STARTS + t).to(tl.int64), 0), width)
+        start = tl.minimum(tl.maximum(tl.load(STARTS + i_row).to(tl.int64), 0), width)
         visible = tl.maximum(visible - start.to(tl.int32), 0)
     return visible, group, is_open, start
 
 
 @triton.jit
-def num_candidates(visible, k, first_most, SPLIT: tl.constexpr, LEVEL: tl.constexpr):
-    """Returns the candidates of a row that sees so many columns, after LEVEL rounds; LEVEL 0: its columns."""
-    n = visible
-    for i in tl.static_range(LEVEL):
-        n = tl.cdiv(n, SPLIT) * (first_most if i == 0 else k)
+def num_candidates_after_rounds(
+    num_visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT: tl.constexpr, NUM_ROUNDS: tl.constexpr
+):
+    """Returns the candidates of a row that sees so many columns, after NUM_ROUNDS rounds; NUM_ROUNDS 0: its columns."""
+    n = num_visible
+    for i in tl.static_range(NUM_ROUNDS):
+        n = tl.cdiv(n, COLUMNS_PER_SPLIT) * (first_round_max_per_split if i == 0 else k)
     return n
 
 
@@ -215,18 +220,18 @@ def index_candidates_kernel(
     i_line, i_split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     i_row, line = i_line // LINES, (i_line % LINES).to(tl.int64)
     t = first_row + i_row
-    visible, _group, _is_open, start = row_columns(
+    visible, _group, _is_open, start = num_visible_columns_and_open_group(
         STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS, cfg
     )
-    num = num_candidates(visible, k, first_most, SPLIT, LEVEL)
+    num = num_candidates_after_rounds(visible, k, first_most, SPLIT, LEVEL)
     p_row = SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh + (start if LEVEL == 0 else 0)
     source = Source(p_row, num, keep_first, keep_last)
     begin = i_split * SPLIT
     if begin < source.num:
-        key = load_topk_keys(source, begin, SPLIT, WARPS)
+        key = load_sortable_score_keys(source, begin, SPLIT, WARPS)
         threshold, ties = find_topk_threshold_and_ties(source, key, k, most, SPLIT, True, WARPS, USE_PTX)
-        place, taken, count, ties = places_of_taken(key, threshold, ties)
-        column = load_columns(source, begin, columns_offset, taken, SPLIT, WARPS)
+        place, taken, count, ties = output_positions_of_taken_keys(key, threshold, ties)
+        column = load_columns_of_keys(source, begin, columns_offset, taken, SPLIT, WARPS)
         p_out = CANDIDATES + (i_line.to(tl.int64) * num_splits + i_split) * most
         tl.store(p_out + place, key.to(tl.int32, bitcast=True), mask=taken)
         tl.store(p_out + candidates_offset + place, column, mask=taken)
@@ -249,21 +254,23 @@ def index_topk_kernel(
     """Takes columns of one row of one head."""
     i_row, line = tl.program_id(0) // LINES, (tl.program_id(0) % LINES).to(tl.int64)
     t = first_row + i_row
-    visible, group, is_open, start = row_columns(
+    visible, group, is_open, start = num_visible_columns_and_open_group(
         STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS, cfg
     )
-    num = num_candidates(visible, k, first_most, SPLIT, LEVEL)
+    num = num_candidates_after_rounds(visible, k, first_most, SPLIT, LEVEL)
     p_row = SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh + (start if LEVEL == 0 else 0)
     source = Source(p_row, num, keep_first, keep_last)
     p_out = OUT + t.to(tl.int64) * stride_ot + line * stride_oh
-    key = load_topk_keys(source, 0, BLOCK, WARPS)
+    key = load_sortable_score_keys(source, 0, BLOCK, WARPS)
     threshold, ties = find_topk_threshold_and_ties(source, key, k, k, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
-    place, taken, count, ties = places_of_taken(key, threshold, ties)
-    tl.store(p_out + place, load_columns(source, 0, columns_offset, taken, BLOCK, WARPS), mask=taken)
+    place, taken, count, ties = output_positions_of_taken_keys(key, threshold, ties)
+    tl.store(p_out + place, load_columns_of_keys(source, 0, columns_offset, taken, BLOCK, WARPS), mask=taken)
     if not ONE_BLOCK:
         for i in range(BLOCK, source.num, BLOCK):
-            place, taken, num_taken, ties = places_of_taken(load_topk_keys(source, i, BLOCK, WARPS), threshold, ties)
-            column = load_columns(source, i, columns_offset, taken, BLOCK, WARPS)
+            place, taken, num_taken, ties = output_positions_of_taken_keys(
+                load_sortable_score_keys(source, i, BLOCK, WARPS), threshold, ties
+            )
+            column = load_columns_of_keys(source, i, columns_offset, taken, BLOCK, WARPS)
             tl.store(p_out + count + place, column, mask=taken)
             count += num_taken
     if HAS_GROUP:
@@ -283,7 +290,7 @@ def split_columns(k: int) -> int:
     return min(max(launch.next_power_of_2(_SPLIT_OF_K * k), _MIN_SPLIT), _MAX_SPLIT)
 
 
-def candidates_of_rounds(width: int, k: int) -> list[tuple[int, int]]:
+def num_and_max_per_split_of_rounds(width: int, k: int) -> list[tuple[int, int]]:
     """Returns for each round of a row of `width` columns how many candidates it leaves, and of a split at most."""
     n, split = width, split_columns(k)
     found: list[tuple[int, int]] = []
@@ -297,35 +304,35 @@ def candidates_of_rounds(width: int, k: int) -> list[tuple[int, int]]:
 
 def candidate_slices(num_lines: int, width: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Returns slices of the workspace for candidates of so many rows of heads, by their names in the launches."""
-    rounds = candidates_of_rounds(width, k)
+    rounds = num_and_max_per_split_of_rounds(width, k)
     return {f"candidates_{i}": ((2, num_lines, n), torch.int32) for i, (n, _) in enumerate(rounds)}
 
 
 def index_topk_launches(
-    f: SimpleNamespace, scores: TensorArg, strides: tuple[int, int], rows: range, width: int, arguments: dict[str, Any]
+    f: SimpleNamespace, scores: TensorArg, strides: tuple[int, int], rows: range, width: int, row_args: dict[str, Any]
 ) -> list[KernelLaunch]:
     """Returns the launches that take columns of some rows.
 
     scores, strides: where the scores of the first of them are, and strides of rows and heads there
-    arguments:       STARTS, VISIBLE, OPEN_GROUP, HAS_GROUP; SEQ_LENS, CU_SEQLENS_Q, B, KEYS, cfg
+    row_args:        STARTS, VISIBLE, OPEN_GROUP, HAS_GROUP; SEQ_LENS, CU_SEQLENS_Q, B, KEYS, cfg
     """
     lines = f.out.shape[1] if len(f.out.shape) == 3 else 1
     last, split, num_lines = min(f.keep_last, f.k), split_columns(f.k), len(rows) * lines
-    arguments = dict(arguments)
-    has_group = arguments.pop("HAS_GROUP")
-    arguments |= {
+    row_args = dict(row_args)
+    has_group = row_args.pop("HAS_GROUP")
+    row_args |= {
         "first_row": rows.start, "width": width, "k": f.k, "keep_first": min(f.keep_first, f.k - last),
         "keep_last": last, "LINES": lines, "SPLIT": split, "USE_PTX": launch.has_ptx(f),
     }  # fmt: skip
     source = {"SOURCE": scores, "stride_st": strides[0], "stride_sh": strides[1], "columns_offset": 0, "LEVEL": 0}
-    launches, num_entries, rounds = [], width, candidates_of_rounds(width, f.k)
-    arguments["first_most"] = rounds[0][1] if rounds else 0
+    launches, num_entries, rounds = [], width, num_and_max_per_split_of_rounds(width, f.k)
+    row_args["first_most"] = rounds[0][1] if rounds else 0
     for i, (entries, most) in enumerate(rounds):
         num_splits, offset = entries // most, num_lines * entries
         candidates = TensorArg(f"candidates_{i}")
         sizes = {"most": most, "num_splits": num_splits, "candidates_offset": offset, "WARPS": _num_warps(f, split)}
         launches.append(KernelLaunch(
-            index_candidates_kernel, (num_lines * num_splits,), arguments | source | sizes | {"CANDIDATES": candidates},
+            index_candidates_kernel, (num_lines * num_splits,), row_args | source | sizes | {"CANDIDATES": candidates},
             num_warps=_num_warps(f, split),
         ))  # fmt: skip
         source = {
@@ -336,13 +343,13 @@ def index_topk_launches(
     block = min(max(launch.next_power_of_2(num_entries), 256), _MAX_SPLIT if rounds else split)
     has_heads = len(f.out.shape) == 3
     lens = f.out_lens.stride if f.out_lens is not None else (0, 0)
-    arguments |= source | {
+    row_args |= source | {
         "OUT": TensorArg("out"), "LENS": TensorArg("out_lens"), "stride_ot": f.out.stride[0],
         "stride_oh": f.out.stride[1] if has_heads else 0, "stride_lt": lens[0],
         "stride_lh": lens[1] if has_heads else 0, "COLUMNS_OUT": f.out.shape[-1], "BLOCK": block,
         "ONE_BLOCK": num_entries <= block, "WARPS": _num_warps(f, block), "HAS_GROUP": has_group,
     }  # fmt: skip
-    return [*launches, KernelLaunch(index_topk_kernel, (num_lines,), arguments, num_warps=_num_warps(f, block))]
+    return [*launches, KernelLaunch(index_topk_kernel, (num_lines,), row_args, num_warps=_num_warps(f, block))]
 
 
 def _num_warps(f: SimpleNamespace, columns: int) -> int:

@@ -16,17 +16,18 @@ from .packed_quant import unpack_pairs
 from .quant import encode_int4, int4_scale_and_zero_point, reciprocal_rn
 
 
-def _encode_ptx(pack: int) -> str:
+def _encode_int4_ptx(codes_per_word: int) -> str:
     """Returns PTX: 8 columns, 1 / scale and zero point of each → 8 nibbles $0.
 
-    Operands are tiles of 8 / pack elements: columns pack * i + j first, then 1 / scale and zero points of element i.
+    Operands are tiles of n = 8 / codes_per_word elements: columns codes_per_word * i + j first, then 1 / scale and
+    zero points of element i.
     A saturating multiply-add gives (y + 0.5) / 16 in [0, 1], rounded as y + 0.5 is; 2^19, whose last bit is 1 / 16,
     rounds it down to the code, or to 16 where that is 15. NaN saturates to 0.
     """
-    n = 8 // pack
+    n = 8 // codes_per_word
     lines = ["{", ".reg .f32 x;", ".reg .b32 k<8>, t;"]
     for c in range(8):
-        i, j = divmod(c, pack)
+        i, j = divmod(c, codes_per_word)
         lines += [
             f"mul.rn.f32 x, ${1 + j * n + i}, ${1 + 8 + i};",
             f"add.rn.f32 x, x, ${1 + 8 + n + i};",
@@ -50,7 +51,7 @@ def _constraints(pack: int) -> str:
     return "=r" + ",f" * (8 + 2 * 8 // pack)
 
 
-_ENCODE_2_PTX, _ENCODE_4_PTX = tl.constexpr(_encode_ptx(2)), tl.constexpr(_encode_ptx(4))
+_ENCODE_2_PTX, _ENCODE_4_PTX = tl.constexpr(_encode_int4_ptx(2)), tl.constexpr(_encode_int4_ptx(4))
 _CONSTRAINTS_2, _CONSTRAINTS_4 = tl.constexpr(_constraints(2)), tl.constexpr(_constraints(4))
 _E4M3_PTX = tl.constexpr(
     "{\n.reg .b16 l, h;\nmov.b32 {l, h}, $2;\ncvt.rn.f16x2.e4m3x2 $0, l;\ncvt.rn.f16x2.e4m3x2 $1, h;\n}"
@@ -58,19 +59,19 @@ _E4M3_PTX = tl.constexpr(
 
 
 @triton.jit
-def load_row_words(p, o_rows, m_live, WORDS: tl.constexpr, THREADS: tl.constexpr):
-    """Loads rows [ROWS, WORDS] of 32-bit words at p + o_rows, 0 where not live; THREADS threads share a row.
+def load_rows_as_32bit_words(p, o_rows, m_row, WORDS_PER_ROW: tl.constexpr, THREADS_PER_ROW: tl.constexpr):
+    """Loads rows [ROWS, WORDS_PER_ROW] of 32-bit words at p + o_rows, 0 outside m_row; THREADS_PER_ROW share a row.
 
     In loads of 16 bytes a thread, each a tile of its own: of a wider tile some releases of Triton give a row to several
     threads.
     """
     ROWS: tl.constexpr = o_rows.shape[0]
-    VECTOR: tl.constexpr = 4 * THREADS
-    LOADS: tl.constexpr = WORDS // VECTOR
+    VECTOR: tl.constexpr = 4 * THREADS_PER_ROW
+    LOADS: tl.constexpr = WORDS_PER_ROW // VECTOR
     p = (p + o_rows).to(tl.pointer_type(tl.uint32)) + tl.arange(0, VECTOR)[None, :]
     tiles = ()
     for i in tl.static_range(LOADS):
-        tiles = tiles + (tl.load(p + VECTOR * i, mask=m_live, other=0),)
+        tiles = tiles + (tl.load(p + VECTOR * i, mask=m_row, other=0),)
     for level in tl.static_range(LOADS.bit_length() - 1):
         wider = ()
         for i in tl.static_range(LOADS >> (level + 1)):
@@ -87,7 +88,7 @@ def e4m3_words_to_fp16_pairs(words):
 
 
 @triton.jit
-def decode_words(words, FORMAT: tl.constexpr, NATIVE_E4M3: tl.constexpr, USE_PTX: tl.constexpr):
+def decode_32bit_words(words, FORMAT: tl.constexpr, NATIVE_E4M3: tl.constexpr, USE_PTX: tl.constexpr):
     """Returns the codes of words as fp32 numbers, exactly: PACK tiles."""
     if FORMAT.CODE == BF16 or FORMAT.CODE == FP16:
         return unpack_pairs(words, FORMAT.CODE == FP16)
@@ -111,16 +112,16 @@ def decode_words(words, FORMAT: tl.constexpr, NATIVE_E4M3: tl.constexpr, USE_PTX
 
 
 @triton.jit
-def sign_words(p_signs, WORDS: tl.constexpr, PACK: tl.constexpr):
-    """Returns what words [1, WORDS] of floats are XORed with to be multiplied by signs."""
-    c = PACK * tl.arange(0, WORDS)[:, None] + tl.arange(0, PACK)[None, :]
+def xor_words_of_signs(p_signs, WORDS_PER_ROW: tl.constexpr, PACK: tl.constexpr):
+    """Returns what words [1, WORDS_PER_ROW] of floats are XORed with to be multiplied by signs."""
+    c = PACK * tl.arange(0, WORDS_PER_ROW)[:, None] + tl.arange(0, PACK)[None, :]
     negative = tl.load(p_signs + c).to(tl.uint32, bitcast=True) >> 31
     BITS: tl.constexpr = 32 // PACK
     return tl.sum(negative << (BITS - 1 + BITS * tl.arange(0, PACK)[None, :]), 1)[None, :]
 
 
 @triton.jit
-def rotate_tiles(tiles):
+def hadamard_of_row_tiles(tiles):
     """Returns rows times the normalised Hadamard matrix, in the order of stages of `hadamard_butterflies`."""
     PACK: tl.constexpr = len(tiles)
     ROWS: tl.constexpr = tiles[0].shape[0]
@@ -162,8 +163,8 @@ def _max_or_nan_fp16x2(a, b):
 
 
 @triton.jit
-def row_range_of_words(words, FORMAT: tl.constexpr):
-    """Returns what `row_range_of_tiles` does, of codes, from pairs of 16 bits: half the comparisons. [ROWS] fp32."""
+def row_min_max_of_words(words, FORMAT: tl.constexpr):
+    """Returns what `row_min_max_of_tiles` does, of codes, from pairs of 16 bits: half the comparisons. [ROWS] fp32."""
     if FORMAT.CODE == BF16:
         low, high = tl.reduce(words, 1, _min_bf16x2), tl.reduce(words, 1, _max_or_nan_bf16x2)
     elif FORMAT.CODE == FP16:
@@ -179,7 +180,7 @@ def row_range_of_words(words, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def row_range_of_tiles(tiles):
+def row_min_max_of_tiles(tiles):
     """Returns minimum and maximum of rows, NaN ignored by the one, and not by the other."""
     low, high = tiles[0], tiles[0]
     for j in tl.static_range(1, len(tiles)):
@@ -210,19 +211,19 @@ def encode_int4_tiles(tiles, inv_scale, zero_point, USE_PTX: tl.constexpr):
 
 @triton.jit
 def quantize_and_store_int4_tiles(
-    tiles, row_range, p_codes, p_scales, o_codes, o_scales, m_write, USE_PTX: tl.constexpr
+    tiles, row_min_max, p_codes, p_scales, o_codes, o_scales, m_write, USE_PTX: tl.constexpr
 ):  # fmt: skip
     """Quantizes rows of tiles and stores them, as `quant.quantize_and_store` does.
 
-    row_range:  from `row_range_of_tiles`: NaN ends as a maximum, and is rare
+    row_min_max:  from `row_min_max_of_tiles`: NaN ends as a maximum, and is rare
     """
-    row_min, row_max = row_range
+    row_min, row_max = row_min_max
     if tl.max((row_max != row_max).to(tl.int32), 0) != 0:
         numbers = ()
         for j in tl.static_range(len(tiles)):
             numbers = numbers + (tl.where(tiles[j] == tiles[j], tiles[j], 0.0),)
         tiles = numbers
-        row_min, row_max = row_range_of_tiles(tiles)
+        row_min, row_max = row_min_max_of_tiles(tiles)
     row_min, row_max = tl.where(row_min < 0, row_min, 0.0), tl.where(row_max > 0, row_max, 0.0)
     scale, zero_point, stored_scale = int4_scale_and_zero_point(row_min, row_max)
     codes = encode_int4_tiles(tiles, reciprocal_rn(scale)[:, None], zero_point[:, None], USE_PTX)

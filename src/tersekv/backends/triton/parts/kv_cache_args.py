@@ -94,7 +94,7 @@ def format_constants(f: SimpleNamespace) -> dict[str, Any]:
 
 
 def _residual_scale(fmt: KVFormat, ptx: bool) -> float:
-    """Returns the inverse of `dequant.tile_scale`; of int4, that of tiles with an odd number."""
+    """Returns the inverse of `dequant.power_of_2_of_dequant_tile`; of int4, that of tiles with an odd number."""
     if fmt.code == "e2m1":
         return 2.0**14 if ptx else 2.0**7
     return 2.0**20 if fmt.code == "int4" and ptx else 1.0
@@ -118,7 +118,7 @@ def request_block_size(requests: int) -> int:
     return next((n for n in (1, 16, 64, 256, 512) if requests <= n), 1024)
 
 
-def option_constants(f: SimpleNamespace) -> dict[str, Any]:
+def window_sinks_softcap_and_scale_constants(f: SimpleNamespace) -> dict[str, Any]:
     return {
         "WINDOW": f.window,
         "HAS_SINKS": f.sinks is not None,

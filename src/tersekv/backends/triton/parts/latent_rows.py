@@ -41,11 +41,13 @@ def find_request_of_row(CU_ROWS, i_row, B):
 
 
 @triton.jit
-def lookup_page_slot(PAGE_TABLE, b, position, valid, max_pages, num_pages, PAGE: tl.constexpr, stride_table):
-    """Returns (page, slot, whether they exist) of a position of request b; reads nothing outside table and cache."""
+def lookup_page_slot(PAGE_TABLE, i_request, position, valid, max_pages, num_pages, PAGE: tl.constexpr, stride_table):
+    """Returns (page, slot, whether they exist) of a position of a request; reads nothing outside table and cache."""
     valid = valid & (position >= 0) & (position < max_pages.to(tl.int64) * PAGE)
     position = tl.where(valid, position, 0).to(tl.uint32)
-    page = tl.load(PAGE_TABLE + b.to(tl.int64) * stride_table + position // PAGE, mask=valid, other=0).to(tl.int64)
+    page = tl.load(PAGE_TABLE + i_request.to(tl.int64) * stride_table + position // PAGE, mask=valid, other=0).to(
+        tl.int64
+    )
     valid = valid & (page >= 0) & (page < num_pages)
     return tl.where(valid, page, 0), (position % PAGE).to(tl.int64), valid
 
@@ -103,13 +105,13 @@ def norm_rope_and_store_row(
 
 
 @triton.jit
-def num_new_tokens(CU_SEQLENS_Q, b, m, TOKENS_PER_REQUEST: tl.constexpr):
-    """Returns the new tokens of request(s) b."""
+def num_new_tokens(CU_SEQLENS_Q, i_request, m_request, TOKENS_PER_REQUEST: tl.constexpr):
+    """Returns the new tokens of request(s) i_request."""
     if CU_SEQLENS_Q is None:
-        return b.to(tl.int64) * 0 + TOKENS_PER_REQUEST
+        return i_request.to(tl.int64) * 0 + TOKENS_PER_REQUEST
     else:
-        return tl.load(CU_SEQLENS_Q + b + 1, mask=m, other=0).to(tl.int64) - tl.load(
-            CU_SEQLENS_Q + b, mask=m, other=0
+        return tl.load(CU_SEQLENS_Q + i_request + 1, mask=m_request, other=0).to(tl.int64) - tl.load(
+            CU_SEQLENS_Q + i_request, mask=m_request, other=0
         ).to(tl.int64)
 
 

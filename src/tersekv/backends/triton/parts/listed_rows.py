@@ -40,8 +40,10 @@ def listed_rows_kernel(
         INDICES, INDEX_LENS, LIST_SEQ_LENS, LIST_CU_SEQLENS_Q, num_requests, num_slots, stride_list_t, stride_list_h,
         stride_list_n,
     )  # fmt: skip
+    # The list of this row
     keys = page_table_row_or_key_list(PAGE_TABLE, stride_table_b, i_row, tl.program_id(1), lists, cfg)
     p_rows, count = ROWS_OUT + i_row.to(tl.int64) * num_keys, 0
+    # Its keys, in blocks: those that the row sees are stored side by side
     for n_block in range(0, tl.cdiv(num_keys, cfg.BLOCK_N)):
         found = load_page_ids_or_listed_keys(keys, n_block, num_keys, cfg)
         visible = found[VISIBLE]

@@ -137,7 +137,7 @@ def encode_fp8_ds_mla(x, NATIVE_FP8_CAST: tl.constexpr):
 
 
 @triton.jit
-def quantize_and_store_record(
+def quantize_and_store_ue8m0_rows(
     x, p_codes, p_scales, o_codes, o_scales, m_write, D: tl.constexpr, FORMAT: tl.constexpr,
     NATIVE_FP8_CAST: tl.constexpr,
 ):  # fmt: skip
@@ -187,9 +187,9 @@ def encode_int4(y):
 
 
 @triton.jit
-def row_min_max(x, D: tl.constexpr, WIDEN: tl.constexpr):
-    """Returns minimum and maximum of the first D columns of rows [ROWS, C], NaN ignored; WIDEN: include 0."""
-    if WIDEN:
+def row_min_max(x, D: tl.constexpr, INCLUDE_ZERO: tl.constexpr):
+    """Returns minimum and maximum of the first D columns of rows [ROWS, C], NaN ignored; INCLUDE_ZERO: include 0."""
+    if INCLUDE_ZERO:
         return tl.min(tl.where(x < 0, x, 0.0), 1), tl.max(tl.where(x > 0, x, 0.0), 1)
     else:
         valid = (x == x) & (tl.arange(0, x.shape[1])[None, :] < D)
@@ -214,7 +214,7 @@ def quantize_int4(x, scale, zero_point):
 
 
 @triton.jit
-def pack_and_store_int4(p, o_codes, x, scale, zero_point, m_write, D: tl.constexpr):
+def quantize_pack_and_store_int4(p, o_codes, x, scale, zero_point, m_write, D: tl.constexpr):
     """Stores the first D columns of rows x [ROWS, D_PAD] fp32 as bytes of two codes, low nibble first."""
     ROWS: tl.constexpr = x.shape[0]
     D_PAD: tl.constexpr = x.shape[1]
@@ -266,11 +266,11 @@ def quantize_and_store(
         tl.store(p_scales + o_scales + i, scales, mask=m_write & (i < D // 128))
     elif FORMAT.SCALE == UE8M0:
         tl.static_assert(FORMAT.CODE == "e4m3", "a code that has no exponents for scales")
-        quantize_and_store_record(x, p_codes, p_scales, o_codes, o_scales, m_write, D, FORMAT, NATIVE_FP8_CAST)
+        quantize_and_store_ue8m0_rows(x, p_codes, p_scales, o_codes, o_scales, m_write, D, FORMAT, NATIVE_FP8_CAST)
     elif FORMAT.CODE == "int4" and FORMAT.SCALE == TOKEN_HEAD:
         row_min, row_max = row_min_max(x, D, FORMAT.WIDEN)
         scale, zero_point, stored_scale = int4_scale_and_zero_point(row_min, row_max)
-        pack_and_store_int4(p_codes, o_codes, x, scale, zero_point, m_write, D)
+        quantize_pack_and_store_int4(p_codes, o_codes, x, scale, zero_point, m_write, D)
         tl.store(p_scales + o_scales, stored_scale[:, None], mask=m_write)
     elif FORMAT.SCALE == TOKEN_HEAD:
         tl.static_assert(FORMAT.CODE == "int8" or FORMAT.CODE == "e4m3", "a code that has no scale of a row")
@@ -291,40 +291,45 @@ def quantize_and_store(
 
 @triton.jit
 def quantize_and_store_halves(
-    x, y, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale,
+    first_half, second_half, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale,
     HALF: tl.constexpr, FORMAT: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr,
 ):  # fmt: skip
     """Does `quantize_and_store` on rows passed as their first and their second HALF columns, [ROWS, C / 2] each."""
     if FORMAT.CODE == "int4" and FORMAT.SCALE == TOKEN_HEAD:
-        row_min, row_max = row_min_max(x, HALF, FORMAT.WIDEN)
-        row_min_y, row_max_y = row_min_max(y, HALF, FORMAT.WIDEN)
+        row_min, row_max = row_min_max(first_half, HALF, FORMAT.WIDEN)
+        row_min_y, row_max_y = row_min_max(second_half, HALF, FORMAT.WIDEN)
         scale, zero_point, stored_scale = int4_scale_and_zero_point(
             tl.minimum(row_min, row_min_y), tl.maximum(row_max, row_max_y)
         )
-        pack_and_store_int4(p_codes, o_codes, x, scale, zero_point, m_write, HALF)
-        pack_and_store_int4(p_codes + HALF // 2, o_codes, y, scale, zero_point, m_write, HALF)
+        quantize_pack_and_store_int4(p_codes, o_codes, first_half, scale, zero_point, m_write, HALF)
+        quantize_pack_and_store_int4(p_codes + HALF // 2, o_codes, second_half, scale, zero_point, m_write, HALF)
         tl.store(p_scales + o_scales, stored_scale[:, None], mask=m_write)
     elif FORMAT.SCALE == TOKEN_HEAD:
         tl.static_assert(FORMAT.CODE == "int8" or FORMAT.CODE == "e4m3", "a code that has no scale of a row")
         INT8: tl.constexpr = FORMAT.CODE == "int8"
-        scale = token_head_scale_of_amax(tl.maximum(row_abs_max(x), row_abs_max(y)), INT8)
+        scale = token_head_scale_of_amax(tl.maximum(row_abs_max(first_half), row_abs_max(second_half)), INT8)
         inv_scale = reciprocal_rn(scale)[:, None]
-        store_codes(p_codes, o_codes, encode_int8_or_fp8(x * inv_scale, INT8, NATIVE_FP8_CAST), m_write, HALF)
-        store_codes(p_codes + HALF, o_codes, encode_int8_or_fp8(y * inv_scale, INT8, NATIVE_FP8_CAST), m_write, HALF)
+        store_codes(p_codes, o_codes, encode_int8_or_fp8(first_half * inv_scale, INT8, NATIVE_FP8_CAST), m_write, HALF)
+        store_codes(
+            p_codes + HALF, o_codes, encode_int8_or_fp8(second_half * inv_scale, INT8, NATIVE_FP8_CAST), m_write, HALF
+        )
         tl.store(p_scales + o_scales, scale[:, None], mask=m_write)
     elif FORMAT.SCALE == BLOCK:
         quantize_and_store(
-            x, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, HALF, FORMAT, NATIVE_FP8_CAST
-        )
+            first_half, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, HALF, FORMAT,
+            NATIVE_FP8_CAST,
+        )  # fmt: skip
         quantize_and_store(
-            y, p_codes + HALF // 2, p_scales + HALF // 16, o_codes, o_scales, m_write, quant_scale, global_scale, HALF,
+            second_half, p_codes + HALF // 2, p_scales + HALF // 16, o_codes, o_scales, m_write, quant_scale,
+            global_scale, HALF,
             FORMAT, NATIVE_FP8_CAST,
         )  # fmt: skip
     else:
         quantize_and_store(
-            x, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, HALF, FORMAT, NATIVE_FP8_CAST
-        )
+            first_half, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, HALF, FORMAT,
+            NATIVE_FP8_CAST,
+        )  # fmt: skip
         quantize_and_store(
-            y, p_codes + HALF, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, HALF, FORMAT,
+            second_half, p_codes + HALF, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, HALF, FORMAT,
             NATIVE_FP8_CAST,
         )  # fmt: skip

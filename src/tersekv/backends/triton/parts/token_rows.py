@@ -78,7 +78,7 @@ def cache_row_offsets(page, page_slot, head, strides, STRIDE_UNIT: tl.constexpr)
 
 
 @triton.jit
-def load_token_slot(token, slot_args):
+def load_slot_or_request_and_position(token, slot_args):
     """Loads two int64 that locate tokens: the slot (twice), or the request and the position in it.
 
     slot_args:  pointers slot_mapping, batch_indices, kv_positions, kv_indptr, kv_indices, the first or the others being
@@ -96,7 +96,7 @@ def resolve_page_slot(token_slot, slot_args, PAGE: tl.constexpr):
     """Returns (page, slot, m_write) of tokens: int64, int64, bool. Outside the cache or the request m_write is False
     and page arbitrary.
 
-    token_slot:  from `load_token_slot`
+    token_slot:  from `load_slot_or_request_and_position`
     """
     p_slot_mapping, _, _, p_kv_indptr, p_kv_indices, num_pages, num_requests, num_indices = slot_args
     if p_slot_mapping is not None:

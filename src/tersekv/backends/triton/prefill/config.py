@@ -67,10 +67,10 @@ def choose_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat) -> TileConf
     return t
 
 
-def _shared_operand_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat, width: int) -> TileConfig:
-    if width > 256:
+def _shared_operand_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat, max_head_dim: int) -> TileConfig:
+    if max_head_dim > 256:
         return TileConfig(32, 16, 2, 8)
-    if width > 128:
+    if max_head_dim > 128:
         return _TILES_WIDE if f.k is None else _TILES_WIDE_NEW_ROWS
     if k.storage.itemsize == v.storage.itemsize == 2:
         return _TILES_16_BIT
@@ -79,13 +79,13 @@ def _shared_operand_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat, wi
     return _TILES_TOKEN_SCALES if TOKEN_HEAD in (k.scale, v.scale) else _TILES_CODES
 
 
-def _register_operand_tile_config(width: int, values: int) -> TileConfig:
+def _register_operand_tile_config(max_head_dim: int, value_dim: int) -> TileConfig:
     """A thread holds queries, keys and the scales of all keys of its block in registers."""
-    if width > 256:
+    if max_head_dim > 256:
         return TileConfig(32, 16, 2, 8)
-    if width > 128:
-        return TileConfig(64 if values > 128 else 128, 32, 2, 8)
-    return TileConfig(128, 64 if width <= 64 else 32, 3, 8)
+    if max_head_dim > 128:
+        return TileConfig(64 if value_dim > 128 else 128, 32, 2, 8)
+    return TileConfig(128, 64 if max_head_dim <= 64 else 32, 3, 8)
 
 
 def _with_block_m_and_warps(t: TileConfig, block_m: int, width: int, from_shared: bool) -> TileConfig:
@@ -94,13 +94,13 @@ def _with_block_m_and_warps(t: TileConfig, block_m: int, width: int, from_shared
     return t._replace(block_m=block_m, num_warps=4 if few_warps else 8)
 
 
-def _fits_shared_memory(t: TileConfig, f: SimpleNamespace, k: KVFormat, v: KVFormat) -> bool:
+def _fits_shared_memory(tile: TileConfig, f: SimpleNamespace, k: KVFormat, v: KVFormat) -> bool:
     """Whether queries, key blocks in flight and a dequantized tile of K and V fit the shared memory of one program."""
     d, dv = (launch.next_power_of_2(n) for n in (f.q.shape[2], f.out.shape[2]))
-    queries = t.block_m * d * 2 * (1 + needs_two_term_query(f, k))
-    ring = t.num_stages * t.block_n * (k.code_bytes(d) + v.code_bytes(dv))
+    queries = tile.block_m * d * 2 * (1 + needs_two_term_query(f, k))
+    ring = tile.num_stages * tile.block_n * (k.code_bytes(d) + v.code_bytes(dv))
     if f.k is not None:
-        ring = max(ring, t.num_stages * t.block_n * (d + dv) * 2)
+        ring = max(ring, tile.num_stages * tile.block_n * (d + dv) * 2)
     sides = ((n, x) for n, x in ((d, k), (dv, v)) if x.storage.itemsize == 1)
-    converted = sum(t.block_n * n * 2 for n, x in sides)
-    return queries + ring + converted + t.block_m * t.block_n * 2 + 4096 <= launch.shared_memory_bytes_per_cta(f)
+    converted = sum(tile.block_n * n * 2 for n, x in sides)
+    return queries + ring + converted + tile.block_m * tile.block_n * 2 + 4096 <= launch.shared_memory_bytes_per_cta(f)

@@ -33,10 +33,10 @@ from ..parts.kv_cache_args import (
     cache_stride_args,
     column_constants,
     format_constants,
-    option_constants,
     request_block_size,
     rotation_args,
     why_not_kv_cache,
+    window_sinks_softcap_and_scale_constants,
 )
 from .config import TileConfig, choose_tile_config
 from .kernels import combine_in_order_kernel, prefill_kernel
@@ -143,7 +143,7 @@ def configure(f: SimpleNamespace) -> Config:
     }  # fmt: skip
     grid = (_num_m_blocks(f, t) * f.k_cache.shape[2],)
     if f.prefill_invariant:
-        return Config(cfg, _split_launches(f, cfg, grid[0], arguments, t))
+        return Config(cfg, _prefill_invariant_launches(f, cfg, grid[0], arguments, t))
     arguments["SPLIT_WORKSPACE"] = None
     return Config(
         cfg,
@@ -151,14 +151,14 @@ def configure(f: SimpleNamespace) -> Config:
     )
 
 
-def _split_launches(
-    f: SimpleNamespace, cfg: Constants, programs: int, arguments: dict[str, Any], t: TileConfig
+def _prefill_invariant_launches(
+    f: SimpleNamespace, cfg: Constants, programs: int, arguments: dict[str, Any], tile: TileConfig
 ) -> LaunchSequence:
     """Returns the launches of a prefill-invariant call: a program for each split where whole rows would leave
     multiprocessors idle, and the combine; else a program for all splits. Contracted to fused multiply-adds, expressions
     with and without a mask would round differently."""
     options: dict[str, Any] = {"enable_fp_fusion": False}
-    of_prefill = options | {"num_warps": t.num_warps, "num_stages": t.num_stages}
+    of_prefill = options | {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     rows = min(cfg.BLOCK_M, f.max_q_len * cfg.GROUP)
     splits = max(1, -(-f.page_table.shape[1] * cfg.PAGE // cfg.SPLIT_KEYS))
     workspace = programs * splits * rows * (cfg.PACK * cfg.BLOCK_DV + 2)
@@ -177,16 +177,16 @@ def _split_launches(
     )
 
 
-def kernel_constants(f: SimpleNamespace, t: TileConfig) -> Constants:
+def kernel_constants(f: SimpleNamespace, tile: TileConfig) -> Constants:
     return Constants(
         **format_constants(f),
-        **option_constants(f),
+        **window_sinks_softcap_and_scale_constants(f),
         **epilogue_and_softmax_scale_constants(f),
-        **_shape_and_tile_constants(f, t),
+        **_shape_and_tile_constants(f, tile),
     )
 
 
-def _shape_and_tile_constants(f: SimpleNamespace, t: TileConfig) -> dict[str, Any]:
+def _shape_and_tile_constants(f: SimpleNamespace, tile: TileConfig) -> dict[str, Any]:
     page = f.k_cache.shape[1]
     return {
         **column_constants(f),
@@ -194,11 +194,11 @@ def _shape_and_tile_constants(f: SimpleNamespace, t: TileConfig) -> dict[str, An
         "HEADS": f.k_cache.shape[2],
         "GROUP": f.q.shape[1] // max(f.k_cache.shape[2], 1),
         "PAGE": page,
-        "BLOCK_M": t.block_m,
-        "BLOCK_N": t.block_n,
-        "ONE_PAGE_PER_BLOCK": page % t.block_n == 0,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "ONE_PAGE_PER_BLOCK": page % tile.block_n == 0,
         "BLOCK_B": request_block_size(f.seq_lens.shape[0]),
-        "SCALE_COPIES": max(1, 32 * t.num_warps // t.block_n),
+        "SCALE_COPIES": max(1, 32 * tile.num_warps // tile.block_n),
         "INT64_OFFSETS": launch.offsets_within_page_exceed_int32(
             f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache
         ),

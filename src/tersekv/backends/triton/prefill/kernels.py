@@ -1,5 +1,5 @@
 """The kernel of paged prefill: a program attends to all keys of one m_block of one request and KV head. The mask and
-the rescale are in `mainloop`, Triton pipelines the loads; nothing is split, so there is no combine.
+the rescale are in `mainloop`, Triton pipelines the loads; keys are split, and combined, only with SPLIT_KEYS.
 
 Where a row's bits may depend on its own position alone (SPLIT_KEYS > 0), keys are split at multiples of SPLIT_KEYS, and
 the states of splits are combined in their order: by a program that attends to all of them, one after the other, or by
@@ -13,8 +13,8 @@ late blocks, which see most keys, start first.
 import triton
 import triton.language as tl
 
-from ..parts.combine import cast_output, finalize_softmax, load_scale
-from ..parts.dequant import INT4, tile_scale
+from ..parts.combine import cast_output, compute_acc_scale_and_lse, load_scale
+from ..parts.dequant import INT4, power_of_2_of_dequant_tile
 from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
 from ..parts.tile_scheduler import store_empty_output_of_padding_rows
 from .mainloop import (
@@ -24,8 +24,8 @@ from .mainloop import (
     column_scales,
     load_query_rows,
     mainloop,
-    regroup_columns,
-    to_query_tiles,
+    to_query_tiles_and_score_scale,
+    transpose_column_order,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -63,12 +63,16 @@ def visible_key_range(key_begin, key_end, q_position_begin, q_position_end, cfg:
 
 
 @triton.jit
-def combine_two_splits(a, b):
-    """Returns the softmax state (row_max, row_sum, acc_o) over the keys of a, then of b. Exact where one saw none."""
-    row_max = tl.maximum(a[0], b[0])
+def combine_two_splits(state_a, state_b):
+    """Returns the state (row_max, row_sum, acc_o) over the keys of both, in this order. Exact where one saw none."""
+    row_max = tl.maximum(state_a[0], state_b[0])
     safe_max = tl.where(row_max == float("-inf"), 0.0, row_max)
-    scale_a, scale_b = tl.exp2(a[0] - safe_max), tl.exp2(b[0] - safe_max)
-    return row_max, a[1] * scale_a + b[1] * scale_b, a[2] * scale_a[:, None] + b[2] * scale_b[:, None]
+    scale_a, scale_b = tl.exp2(state_a[0] - safe_max), tl.exp2(state_b[0] - safe_max)
+    return (
+        row_max,
+        state_a[1] * scale_a + state_b[1] * scale_b,
+        state_a[2] * scale_a[:, None] + state_b[2] * scale_b[:, None],
+    )
 
 
 @triton.jit
@@ -95,7 +99,7 @@ def partial_row_offsets(i_tile, i_split, num_splits, h, i_row, cfg: tl.constexpr
 
 @triton.jit
 def attend_to_splits(
-    q, keys, values, p_page_ids, key_range, split_begin, split_end, q_position, h, scale, softcap, rotation,
+    q, k_source, v_source, p_page_ids, key_range, split_begin, split_end, q_position, h, scale, softcap, rotation,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """Returns the softmax state of splits [split_begin, split_end), combined in their order; acc_o unrotated."""
@@ -103,10 +107,11 @@ def attend_to_splits(
     row_max, row_sum, acc_o = empty_softmax_state(COLUMNS, cfg)
     for i_split in tl.range(split_begin, split_end, num_stages=1):
         of_split = mainloop(
-            q, empty_softmax_state(COLUMNS, cfg), keys, values, p_page_ids, keys_of_split(key_range, i_split, cfg),
+            q, empty_softmax_state(COLUMNS, cfg), k_source, v_source, p_page_ids, keys_of_split(key_range, i_split,
+            cfg),
             q_position, h, scale, softcap, False, cfg,
         )  # fmt: skip
-        of_split = of_split[0], of_split[1], unrotated_columns(of_split[2], rotation, h, cfg)
+        of_split = of_split[0], of_split[1], reorder_columns_and_unrotate_acc(of_split[2], rotation, h, cfg)
         row_max, row_sum, acc_o = combine_two_splits((row_max, row_sum, acc_o), of_split)
     return row_max, row_sum, acc_o
 
@@ -121,12 +126,14 @@ def empty_softmax_state(COLUMNS: tl.constexpr, cfg: tl.constexpr):
 
 
 @triton.jit
-def unrotated_columns(acc_o, rotation, h, cfg: tl.constexpr):
+def reorder_columns_and_unrotate_acc(acc_o, rotation, h, cfg: tl.constexpr):
     """Returns acc_o over the pages with its columns in order, and rotation and channel scales of V undone."""
     PACK: tl.constexpr = cfg.PACK
-    acc_o = regroup_columns(acc_o, PACK, cfg.BLOCK_DV)
+    acc_o = transpose_column_order(acc_o, PACK, cfg.BLOCK_DV)
     if cfg.CODE == INT4:
-        acc_o *= column_scales(1.0 / tile_scale(0, cfg), 1.0 / tile_scale(1, cfg), PACK * cfg.BLOCK_DV)
+        acc_o *= column_scales(
+            1.0 / power_of_2_of_dequant_tile(0, cfg), 1.0 / power_of_2_of_dequant_tile(1, cfg), PACK * cfg.BLOCK_DV
+        )
     return unrotate_and_rescale_output((acc_o,), rotation, h, 1, cfg.DV)[0]
 
 
@@ -149,6 +156,7 @@ def prefill_kernel(
         OUT, LSE, load_q_begin(CU_SEQLENS_Q, B, True).to(tl.int32), T, i_program, num_programs, stride_out_t,
         stride_out_h, stride_lse_t, stride_lse_h, cfg,
     )  # fmt: skip
+    # Tile scheduler: the KV head, request and rows of this program
     h = i_program % cfg.HEADS
     i_tile = (num_programs - 1 - i_program) // cfg.HEADS
     i_request, m_block = find_request_of_m_block(CU_SEQLENS_Q, B, i_tile, cfg)
@@ -166,13 +174,14 @@ def prefill_kernel(
             row_begin // cfg.GROUP,
             tl.minimum(tl.cdiv(row_begin + cfg.BLOCK_M, cfg.GROUP), num_q_rows),
         )
-
+        # Scales of scores and values; the query, rotated like cached keys
         score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E
         value_scale = load_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * cfg.V_RESIDUAL_SCALE
         x = load_query_rows(Q, tokens, heads, m_row, stride_q_t, stride_q_h, cfg)
-        q, row_scale = to_query_tiles(
+        q, row_scale = to_query_tiles_and_score_scale(
             scale_and_rotate_query((x,), (K_SIGNS, K_CHANNEL_SCALES, stride_k_channel_scales_h), h, 1, cfg.D)[0], cfg
         )
+        # Cached keys: K's scale joins the score scale, V's is left for the epilogue
         keys = KVOperand(
             StridedRows(K, stride_k_p, stride_k_s, stride_k_h),
             StridedRows(K_SCALES, stride_k_scales_p, stride_k_scales_s, stride_k_scales_h),
@@ -202,7 +211,8 @@ def prefill_kernel(
                 q, empty_softmax_state(PACK * cfg.BLOCK_DV, cfg), keys, values, p_page_ids, key_range,
                 first_new_position + o_i, h, scale, softcap, False, cfg,
             )  # fmt: skip
-            acc_o = unrotated_columns(acc_o, rotation, h, cfg)
+            acc_o = reorder_columns_and_unrotate_acc(acc_o, rotation, h, cfg)
+        # New keys, 16-bit and without scales: acc_o takes the scale of cached V first
         if cfg.HAS_NEW_KV:
             scaled_acc = acc_o * value_scale
             value_scale = 1.0
@@ -230,20 +240,21 @@ def prefill_kernel(
                 tl.store(p_row + PACK * cfg.BLOCK_DV, row_max, mask=m_row)
                 tl.store(p_row + PACK * cfg.BLOCK_DV + 1, row_sum, mask=m_row)
         else:
-            store_rows(
+            finalize_and_store_output_and_lse(
                 (row_max, row_sum, acc_o), value_scale, out_scale, OUT_SCALE, SINKS, OUT, LSE, tokens, heads, m_row,
                 stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg,
             )  # fmt: skip
 
 
 @triton.jit
-def store_rows(softmax_state, value_scale, out_scale, OUT_SCALE, SINKS, OUT, LSE, tokens, heads, m_row, stride_out_t,
+def finalize_and_store_output_and_lse(softmax_state, value_scale, out_scale, OUT_SCALE, SINKS, OUT, LSE, tokens,
+                                      heads, m_row, stride_out_t,
                stride_out_h, stride_lse_t, stride_lse_h, cfg: tl.constexpr):  # fmt: skip
     """Stores the output of query rows, unrotated acc_o × acc_scale, and their LSE."""
     PACK: tl.constexpr = cfg.PACK
     row_max, row_sum, acc_o = softmax_state
     value_scale *= load_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
-    acc_scale, lse = finalize_softmax(row_max, row_sum, value_scale, SINKS, heads, m_row, cfg)
+    acc_scale, lse = compute_acc_scale_and_lse(row_max, row_sum, value_scale, SINKS, heads, m_row, cfg)
     o_d = tl.arange(0, PACK * cfg.BLOCK_DV)
     p_out = OUT + (tokens * stride_out_t + heads * stride_out_h)[:, None] + o_d[None, :]
     out = cast_output(acc_o * acc_scale[:, None], OUT, cfg)
@@ -261,6 +272,7 @@ def combine_in_order_kernel(
     stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg: tl.constexpr,
 ):  # fmt: skip
     """Combines the splits of one query row, as `attend_to_splits` does. num_splits: of the workspace."""
+    # Tile scheduler: the row, and the splits that the programs of its m_block made
     COLUMNS: tl.constexpr = cfg.PACK * cfg.BLOCK_DV
     i_tile, h = tl.program_id(0) // cfg.HEADS, tl.program_id(0) % cfg.HEADS
     i_request, m_block = find_request_of_m_block(CU_SEQLENS_Q, B, i_tile, cfg)
@@ -278,6 +290,7 @@ def combine_in_order_kernel(
             0, num_keys, first_new_position + token_begin, first_new_position + token_end, cfg
         )
         split_begin, split_end = split_range(key_range, cfg)
+        # Combine: SPLITS_IN_FLIGHT loaded at once, rescaled and summed one after the other
         o_d = tl.arange(0, COLUMNS)
         row_max, row_sum = tl.full([1], float("-inf"), tl.float32), tl.full([1], 0.0, tl.float32)
         acc_o = tl.full([1, COLUMNS], 0.0, tl.float32)
@@ -293,9 +306,10 @@ def combine_in_order_kernel(
                 ),)  # fmt: skip
             for j in tl.static_range(SPLITS_IN_FLIGHT):
                 row_max, row_sum, acc_o = combine_two_splits((row_max, row_sum, acc_o), states[j])
+        # Epilogue
         value_scale = load_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * cfg.V_RESIDUAL_SCALE
         tokens, heads = q_begin + o_r // cfg.GROUP, (h * cfg.GROUP + o_r % cfg.GROUP).to(tl.int64)
-        store_rows(
+        finalize_and_store_output_and_lse(
             (row_max, row_sum, acc_o), value_scale, out_scale, OUT_SCALE, SINKS, OUT, LSE, tokens, heads, m_row,
             stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg,
         )  # fmt: skip

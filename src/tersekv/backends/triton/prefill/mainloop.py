@@ -17,7 +17,7 @@ from ..parts.dequant import (
     expand_block_scales,
     int4_zero_points,
     log2_and_reciprocal,
-    tile_scale,
+    power_of_2_of_dequant_tile,
 )
 from ..parts.page_table import load_page_ids, page_slots
 from ..parts.softcap import apply_softcap
@@ -60,18 +60,20 @@ def concatenate_columns(tiles, PACK: tl.constexpr):
             x = tl.join(tl.join(tiles[0], tiles[2]), tl.join(tiles[1], tiles[3]))
         ROWS: tl.constexpr = tiles[0].shape[0]
         W: tl.constexpr = tiles[0].shape[1]
-        return regroup_columns(tl.reshape(x, [ROWS, PACK * W]), W, PACK)
+        return transpose_column_order(tl.reshape(x, [ROWS, PACK * W]), W, PACK)
 
 
 @triton.jit
-def regroup_columns(x, N: tl.constexpr, M: tl.constexpr):
-    """Moves column M * i + j of [ROWS, N * M] to N * j + i: with (W, PACK) to the order of `concatenate_columns`, with
-    (PACK, W) back."""
-    if N == 1 or M == 1:
+def transpose_column_order(x, NUM_GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr):
+    """Moves column GROUP_COLUMNS * i + j to NUM_GROUPS * j + i: with (W, PACK) to the order of `concatenate_columns`,
+    with (PACK, W) back."""
+    if NUM_GROUPS == 1 or GROUP_COLUMNS == 1:
         return x
     else:
         ROWS: tl.constexpr = x.shape[0]
-        return tl.reshape(tl.permute(tl.reshape(x, [ROWS, N, M]), (0, 2, 1)), [ROWS, N * M])
+        return tl.reshape(
+            tl.permute(tl.reshape(x, [ROWS, NUM_GROUPS, GROUP_COLUMNS]), (0, 2, 1)), [ROWS, NUM_GROUPS * GROUP_COLUMNS]
+        )
 
 
 @triton.jit
@@ -92,7 +94,7 @@ def column_scales(even, odd, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def to_query_tiles(x, cfg: tl.constexpr):
+def to_query_tiles_and_score_scale(x, cfg: tl.constexpr):
     """Returns query tiles [BLOCK_M, PACK * BLOCK_D] in the compute type of codes, with columns in the order of
     `concatenate_columns`, and the scale of their scores [BLOCK_M].
 
@@ -112,9 +114,11 @@ def to_query_tiles(x, cfg: tl.constexpr):
         inv_scale = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
         x *= inv_scale[:, None]
         if cfg.K.CODE == INT4:
-            x *= column_scales(tile_scale(1, cfg.K) / tile_scale(0, cfg.K), 1.0, x.shape[1])
+            x *= column_scales(
+                power_of_2_of_dequant_tile(1, cfg.K) / power_of_2_of_dequant_tile(0, cfg.K), 1.0, x.shape[1]
+            )
         row_scale = (exponent << 23).to(tl.float32, bitcast=True) * cfg.K_RESIDUAL_SCALE
-        return (regroup_columns(x.to(tl.float16), cfg.BLOCK_D, cfg.K.PACK),), row_scale
+        return (transpose_column_order(x.to(tl.float16), cfg.BLOCK_D, cfg.K.PACK),), row_scale
 
 
 @triton.jit

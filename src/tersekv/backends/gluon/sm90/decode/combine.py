@@ -22,12 +22,12 @@ from ....triton.parts.tile_scheduler import split_metadata_ptr
 from ...versions import thread_barrier
 from ..parts.combine import accumulate_splits
 from ..parts.dequant import load_scale_per_head
-from ..parts.epilogue import cast_output, finalize_softmax
+from ..parts.epilogue import cast_output, compute_acc_scale_and_lse
 from .layouts import query_heads_of_rows
 
 # ---- counters of arrived splits: their memory needs no initialization ----
 # A counter is 8 bytes: MARK in its upper 48 bits marks the lower 16 as a count. Any other value is left over and counts
-# as 0: the CTA that reads it stores MARK and 0 (`load_maybe_uninit_counter`, `arrive_inc_and_count_earlier`). The last
+# as 0: the CTA that reads it stores MARK and 0 (`load_maybe_uninit_counter`, `arrive_and_count_earlier_ctas`). The last
 # CTA resets the count to 0, so the next launch may use the counter, and its memory may hold anything in between.
 # Workspace in a CUDA graph thus needs no clearing at replay; leftover bytes look like a count once in 2^48.
 #
@@ -57,14 +57,14 @@ _INIT_COUNTER_PTX = gl.constexpr(
 
 @gluon.jit
 def load_maybe_uninit_counter(p_counter):
-    """Loads the counter; early, so that `arrive_inc_and_count_earlier` need not wait for it."""
+    """Loads the counter; early, so that `arrive_and_count_earlier_ctas` need not wait for it."""
     return gl.inline_asm_elementwise(
         _READ_COUNTER_PTX, "=l,l", [p_counter.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def arrive_inc_and_count_earlier(p_counter, maybe_uninit_value):
+def arrive_and_count_earlier_ctas(p_counter, maybe_uninit_value):
     """Publishes the stores of all threads of this CTA; returns how many CTAs arrived before it.
 
     The last CTA sees the stores of all others. maybe_uninit_value: by `load_maybe_uninit_counter`, in this launch
@@ -249,7 +249,7 @@ q_begin,
     v_scale = load_scale_per_head(
         scales.v_scale, scales.V_SCALE, kv_heads // tile_cfg.HEAD_DIM_PARTS, cfg.HAS_V_SCALE, cfg.V_SCALE_STRIDE
     ) * (scales.out_scale * cfg.V_RESIDUAL_SCALE)
-    acc_scale, lse = finalize_softmax(row_max, row_sum, v_scale, tensors.SINKS, q_heads, m_row, cfg)
+    acc_scale, lse = compute_acc_scale_and_lse(row_max, row_sum, v_scale, tensors.SINKS, q_heads, m_row, cfg)
     packed_column = o_d % cfg.BLOCK_DV
     p_row = OUT + tokens * strides.out_t + q_heads * strides.out_h
     if tile_cfg.HEAD_DIM_PARTS > 1:
@@ -284,7 +284,7 @@ def arrive_and_combine_if_last(
         gl.minimum(fan_in, tile_first_range + num_splits - combine_first_range),
     )
     p_counter = split_counter_ptr(SPLIT_WORKSPACE, 0, combine_first_range, tile_first_range, cfg, tile_cfg)
-    is_last = arrive_inc_and_count_earlier(p_counter, maybe_uninit_counter_value) == num_partials - 1
+    is_last = arrive_and_count_earlier_ctas(p_counter, maybe_uninit_counter_value) == num_partials - 1
     # One iteration per level.
     while is_last:
         gl.store(p_counter, COUNTER_ZERO)  # all have arrived
@@ -313,7 +313,7 @@ def arrive_and_combine_if_last(
         if is_last:
             range_step, combine_first_range = fan_in, tile_first_range
             num_partials = (num_splits + fan_in - 1) // fan_in
-            is_last = arrive_inc_and_count_earlier(p_counter, maybe_uninit_counter_value) == num_partials - 1
+            is_last = arrive_and_count_earlier_ctas(p_counter, maybe_uninit_counter_value) == num_partials - 1
 
 
 # ---- the second launch ----
@@ -325,8 +325,11 @@ def combine_kernel(
     stride_out_h, stride_lse_t, stride_lse_h,
     cfg: tl.constexpr, tile_cfg: tl.constexpr,
 ):  # fmt: skip
+    """Combines COMBINE_ROWS rows and COMBINE_COLUMNS columns of one work tile, if it was split."""
+    # Wait for the split pass
     gdc_wait()
     gdc_launch_dependents()
+    # Tile scheduler: the work tile, and the CTA ranges that hold its splits
     i_work_tile, i_column_block = tl.program_id(0), tl.program_id(1)
     first_head, m_block, i_request = (
         i_work_tile % tile_cfg.HEAD_GROUPS * tile_cfg.HEADS_PER_CTA,
@@ -350,6 +353,7 @@ def combine_kernel(
         m_row = (q_row < num_q_rows * cfg.GROUP) & (o_row < tile_cfg.HEADS_PER_CTA * tile_cfg.VALID_ROWS)
         o_split = tl.arange(0, tile_cfg.COMBINE_SPLITS)
         o_d = i_column_block % CHUNKS * tile_cfg.COMBINE_COLUMNS + tl.arange(0, tile_cfg.COMBINE_COLUMNS)
+        # Combine: COMBINE_SPLITS splits at a time, rescaled to the common maximum and summed
         row_max = tl.full([tile_cfg.COMBINE_ROWS], float("-inf"), tl.float32)
         row_sum = tl.full([tile_cfg.COMBINE_ROWS], 0.0, tl.float32)
         acc_o = tl.full([tile_cfg.COMBINE_ROWS, tile_cfg.COMBINE_COLUMNS], 0.0, tl.float32)
@@ -362,6 +366,7 @@ def combine_kernel(
             row_max, row_sum, acc_o = accumulate_splits(
                 row_max, row_sum, acc_o, SPLIT_WORKSPACE, partial_slots, row_in_tile, o_d, mask, cfg
             )
+        # Epilogue: scales of V and of the output, then the output and LSE
         q_heads = (kv_heads // tile_cfg.HEAD_DIM_PARTS * cfg.GROUP + q_row % cfg.GROUP).to(tl.int64)
         tokens = (q_begin + q_row // cfg.GROUP).to(tl.int64)
         v_scales = v_scale + tl.full([tile_cfg.COMBINE_ROWS], 0.0, tl.float32)
@@ -370,7 +375,7 @@ def combine_kernel(
                 V_SCALE + kv_heads // tile_cfg.HEAD_DIM_PARTS * cfg.V_SCALE_STRIDE, mask=m_row, other=0.0
             )
         v_out_scale = v_scales * portable.load_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
-        acc_scale, lse = portable.finalize_softmax(
+        acc_scale, lse = portable.compute_acc_scale_and_lse(
             row_max, row_sum, v_out_scale * cfg.V_RESIDUAL_SCALE, SINKS, q_heads, m_row, cfg
         )
         packed_column = o_d % cfg.BLOCK_DV

@@ -37,14 +37,14 @@ from ..parts.dequant import (
     log2_and_reciprocal,
     mma_dtype,
 )
-from ..parts.epilogue import cast_output, finalize_softmax, store_empty_output_of_padding_rows
+from ..parts.epilogue import cast_output, compute_acc_scale_and_lse, store_empty_output_of_padding_rows
 from ..parts.hadamard import (
     allocate_smem_column_scales,
     load_k_and_v_column_scales,
     store_smem_column_scales,
     unrotate_and_scale_acc,
 )
-from ..parts.mask import MaskArgs, is_visible, unmasked_n_block_range, valid_keys_mask
+from ..parts.mask import MaskArgs, is_visible, keys_visible_to_any_row_mask, unmasked_n_block_range
 from ..parts.online_softmax import (
     LOG2E,
     SoftmaxState,
@@ -211,7 +211,9 @@ def load_log2_and_reciprocal_v_scales(
     v_scales = gl.maximum(v_scales, 1e-30)
     if MASKED:
         o_n = first_key + gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
-        v_scales = gl.where(valid_keys_mask(o_n, mask_args.num_keys, mask_args.num_q_rows, cfg)[None, :], v_scales, 1.0)
+        v_scales = gl.where(
+            keys_visible_to_any_row_mask(o_n, mask_args.num_keys, mask_args.num_q_rows, cfg)[None, :], v_scales, 1.0
+        )
     return log2_and_reciprocal(v_scales)
 
 
@@ -256,7 +258,7 @@ def accumulate_pv_of_mma_tile(acc_o, smem_v, smem_v_scales, i_tile, p, first_key
     packed = smem_codes_of_mma_tile(smem_v, i_tile, cfg.PACKED_V, tile_cfg).permute([0, 2, 1]).load(A)
     if MASKED:  # an invalid slot may hold NaN, and 0 × NaN is NaN
         o_n = first_key + gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(0, gl.SliceLayout(1, A)))
-        valid = valid_keys_mask(o_n, mask_args.num_keys, mask_args.num_q_rows, cfg)[None, None, :]
+        valid = keys_visible_to_any_row_mask(o_n, mask_args.num_keys, mask_args.num_q_rows, cfg)[None, None, :]
         packed = gl.where(valid, packed, 0)
     if tile_cfg.V.CODE == "int4":
         token_scales = load_token_scales(
@@ -487,7 +489,7 @@ def store_output_and_lse(
     q_heads = query_heads_of_rows(kv_heads[:, None], o_r[None, :], cfg, tile_cfg)
     tokens = (work_tile.q_begin + o_r // cfg.GROUP).to(gl.int64)[None, :]
     m_row = (o_r < work_tile.num_q_rows * cfg.GROUP)[None, :] & (kv_heads >= 0)[:, None]
-    acc_scale, lse = finalize_softmax(
+    acc_scale, lse = compute_acc_scale_and_lse(
         state.row_max, state.row_sum, v_out_scale[:, None] * cfg.V_RESIDUAL_SCALE, tensors.SINKS, q_heads, m_row, cfg
     )
     o_d = packed_output_columns(first_head, cfg, tile_cfg)
@@ -608,7 +610,7 @@ def decode_kernel(
                 prefetch_pos, i_prefetch, full_barriers, tensor_maps, smem_kv, first_head, block_end, cfg, tile_cfg
             )
             prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg, tile_cfg)
-        # Scales of scores and of outputs.
+        # Scales of scores (the softmax scale, times K's of a tensor or head) and of outputs (V's).
         if tile_cfg.LARGE_M:
             heads = first_head
         else:

@@ -99,7 +99,7 @@ def k_scale_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_DIM):
 
 
 @gluon.constexpr_function
-def k_scale_mma_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_DIM):
+def k_load_layout_by_scale_block(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_DIM):
     """Returns `k_load_layout` with the packed words as [blocks, 4]."""
     blocks = PACKED_DIM // 16  # of a lane
     regs = [[0, 0, 0, 1], [0, 0, 0, 2]] + [[0, 0, 1 << i, 0] for i in range(blocks.bit_length() - 1)]
@@ -149,7 +149,7 @@ def v_scale_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_DIM):
 
 
 @gluon.constexpr_function
-def v_scale_mma_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_DIM):
+def v_mma_operand_layout_by_scale_block(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_DIM):
     """Returns the layout [HEADS_PER_CTA, blocks, 4 packed, NUM_KEYS]: the operand's, with the packed words as [blocks,
     4]."""
     regs = (
@@ -342,7 +342,7 @@ def load_and_expand_k_block_scales(smem_scales, cfg: gl.constexpr, tile_cfg: gl.
         )
         block_scales = gl.join(gl.join(low, third), gl.join(high, fourth))
     block_scales = block_scales.reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.PACKED_K // 4])
-    LAYOUT: gl.constexpr = k_scale_mma_layout(
+    LAYOUT: gl.constexpr = k_load_layout_by_scale_block(
         tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, tile_cfg.MMA_KEYS, cfg.PACKED_K
     )
     block_scales = gl.convert_layout(block_scales, gl.SliceLayout(3, LAYOUT), assert_trivial=True)
@@ -385,7 +385,7 @@ def load_and_expand_v_block_scales(smem_scales, cfg: gl.constexpr, tile_cfg: gl.
         .permute([0, 1, 4, 2, 3])
         .reshape([tile_cfg.HEADS_PER_CTA, cfg.PACKED_V // 4, tile_cfg.MMA_KEYS])
     )
-    LAYOUT: gl.constexpr = v_scale_mma_layout(
+    LAYOUT: gl.constexpr = v_mma_operand_layout_by_scale_block(
         tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, tile_cfg.MMA_KEYS, cfg.PACKED_V
     )
     block_scales = gl.convert_layout(block_scales, gl.SliceLayout(2, LAYOUT), assert_trivial=True)

@@ -44,7 +44,7 @@ from ..parts.hadamard import (
     store_smem_column_scales,
     unrotate_and_scale_acc,
 )
-from ..parts.mask import MaskArgs, is_visible_in_block, unmasked_n_block_range, valid_keys_mask
+from ..parts.mask import MaskArgs, is_visible_in_block, keys_visible_to_any_row_mask, unmasked_n_block_range
 from ..parts.online_softmax import (
     LAZY_ROW_MAX_PTX,
     LOG2E,
@@ -196,7 +196,7 @@ def load_stored_k_and_v_scales(
                 n_block * cfg.BLOCK_N + j * tile_cfg.KEYS_PER_BUFFER,
                 gl.arange(0, tile_cfg.KEYS_PER_BUFFER, gl.SliceLayout(1, L)),
             )
-            m_key = enabled & valid_keys_mask(first_key + o_n, num_keys, num_q_rows, cfg)
+            m_key = enabled & keys_visible_to_any_row_mask(first_key + o_n, num_keys, num_q_rows, cfg)
             k = k + (
                 load_stored_k_or_v_scales_of_copy(
                     K_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, False, L, cfg, tile_cfg
@@ -210,7 +210,7 @@ def load_stored_k_and_v_scales(
         return k, v
     elif cfg.TOKEN_SCALES:
         first_key, o_n = n_block * cfg.BLOCK_N, gl.arange(0, cfg.BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))
-        m_key = enabled & valid_keys_mask(first_key + o_n, num_keys, num_q_rows, cfg)
+        m_key = enabled & keys_visible_to_any_row_mask(first_key + o_n, num_keys, num_q_rows, cfg)
         k = load_stored_k_or_v_scales_of_copy(
             K_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, False, None, cfg, tile_cfg
         )
@@ -322,7 +322,7 @@ def zero_invalid_v_codes(packed, n_block, num_keys, num_q_rows, cfg: gl.constexp
             + j * tile_cfg.KEYS_PER_BUFFER
             + gl.arange(0, tile_cfg.KEYS_PER_BUFFER, gl.SliceLayout(1, packed[j].type.layout))
         )
-        out = out + (gl.where(valid_keys_mask(o_n, num_keys, num_q_rows, cfg)[:, None], packed[j], 0),)
+        out = out + (gl.where(keys_visible_to_any_row_mask(o_n, num_keys, num_q_rows, cfg)[:, None], packed[j], 0),)
     return out
 
 
@@ -505,7 +505,7 @@ def broadcast_by_lane(x, like):
 
 
 @gluon.jit
-def lane_row_max(s):
+def row_max_by_lane(s):
     """Returns the maximum of each row's scores in one thread: [rows, LANES_PER_ROW], by a reduction tree."""
     a, b = gl.split(gl.reshape(s, [s.shape[0], s.shape[1] // 2, 2]))
     x = gl.maximum(a, b)
@@ -548,7 +548,7 @@ def lazy_softmax_step_with_p_sums(
             is_visible_in_block(n_block, mask_args, ROWS_PER_WARPGROUP, score_layout(cfg), cfg), s, float("-inf")
         )
     # Lazy row_max, P and its sums.
-    lane_max = lane_row_max(s)
+    lane_max = row_max_by_lane(s)
     if PLAIN:
         lane_max = lane_max * score_scales
     row_max_new, _ = gl.inline_asm_elementwise(

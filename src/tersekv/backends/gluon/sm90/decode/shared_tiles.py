@@ -34,9 +34,9 @@ from ..parts.dequant import (
     head_column_of_converted_column,
     log2_and_reciprocal,
 )
-from ..parts.epilogue import cast_output, finalize_softmax
+from ..parts.epilogue import cast_output, compute_acc_scale_and_lse
 from ..parts.hadamard import scale_and_rotate_query
-from ..parts.mask import is_visible_in_block, valid_keys_mask
+from ..parts.mask import is_visible_in_block, keys_visible_to_any_row_mask
 from ..parts.online_softmax import SoftmaxState, apply_softcap_to_log2_scores
 from .producer import advance_prefetch_position, query_row_ptrs, smem_codes_of_mma_tile, start_kv_block_copies
 
@@ -158,11 +158,11 @@ def store_query_to_smem_and_return_q_scales(
 
 @gluon.jit
 def page_slot_and_validity_of_keys(
-    page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, L: gl.constexpr, cfg: gl.constexpr
+    page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, LAYOUT: gl.constexpr, cfg: gl.constexpr
 ):
     """Returns (page, slot, is valid) of an n_block's keys."""
-    o_key = n_block * cfg.BLOCK_N + gl.arange(0, cfg.BLOCK_N, L)
-    m_key = enabled & valid_keys_mask(o_key, num_keys, num_q_rows, cfg)
+    o_key = n_block * cfg.BLOCK_N + gl.arange(0, cfg.BLOCK_N, LAYOUT)
+    m_key = enabled & keys_visible_to_any_row_mask(o_key, num_keys, num_q_rows, cfg)
     page_id = gl.load(
         page_lookup.PAGE_TABLE + i_request.to(gl.int64) * page_lookup.stride_table_b + o_key // cfg.PAGE,
         mask=m_key,
@@ -268,7 +268,7 @@ MASKED: gl.constexpr,
             + j * tile_cfg.KEYS_PER_BUFFER
             + gl.arange(0, tile_cfg.KEYS_PER_BUFFER, gl.SliceLayout(1, L))
         )
-        valid = valid_keys_mask(o_n, num_keys, num_q_rows, cfg)[:, None]
+        valid = keys_visible_to_any_row_mask(o_n, num_keys, num_q_rows, cfg)[:, None]
         if MASKED:
             packed = gl.where(valid, packed, 0)
         if cfg.BLOCK_SCALES:
@@ -435,7 +435,7 @@ def store_output_and_lse_of_head(tensors, strides, state, v_out_scale, kv_head, 
     q_heads = (kv_head * cfg.GROUP + o_r % cfg.GROUP).to(gl.int64)
     tokens = (work_tile.q_begin + o_r // cfg.GROUP).to(gl.int64)
     m_row = o_r < work_tile.num_q_rows * cfg.GROUP
-    acc_scale, lse = finalize_softmax(
+    acc_scale, lse = compute_acc_scale_and_lse(
         state.row_max, state.row_sum, v_out_scale * cfg.V_RESIDUAL_SCALE, tensors.SINKS, q_heads, m_row, cfg
     )
     o_d = head_column_of_converted_column(gl.arange(0, cfg.PACK * cfg.PACKED_V, gl.SliceLayout(0, O)), cfg)

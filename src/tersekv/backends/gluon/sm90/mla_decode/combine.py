@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ....triton.parts.combine import cast_output, finalize_softmax, load_scale
+from ....triton.parts.combine import cast_output, compute_acc_scale_and_lse, load_scale
 from ....triton.parts.project import (
     GROUP,
     accumulate_scaled_group,
@@ -66,7 +66,7 @@ def combine_kernel(
         value_scale = load_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE) * load_scale(
             out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE
         )
-        acc_scale, lse = finalize_softmax(row_max, row_sum, value_scale, SINKS, heads, m_row, cfg)
+        acc_scale, lse = compute_acc_scale_and_lse(row_max, row_sum, value_scale, SINKS, heads, m_row, cfg)
         columns = cfg.PACK * (o_d % cfg.BLOCK_DV) + o_d // cfg.BLOCK_DV
         p_out = OUT + (tokens * stride_out_t + heads * stride_out_h)[:, None] + columns[None, :]
         tl.store(p_out, cast_output(acc_o * acc_scale[:, None], OUT, cfg), mask=m_row[:, None])
@@ -96,7 +96,7 @@ def load_and_combine_split_rows(
         row_max, row_sum, acc_o = accumulate_splits(
             row_max, row_sum, acc_o, SPLIT_WORKSPACE, partial_slots, o_r, o_d, mask, cfg
         )
-    acc_scale, _ = finalize_softmax(row_max, row_sum, value_scale, None, o_r, num_splits > 0, cfg)
+    acc_scale, _ = compute_acc_scale_and_lse(row_max, row_sum, value_scale, None, o_r, num_splits > 0, cfg)
     return acc_o * acc_scale[:, None]
 
 

@@ -47,7 +47,7 @@ def load_rows(p_rows, n_block, num_keys, COLUMNS: gl.constexpr, BITS: gl.constex
 
 
 @gluon.jit
-def gather_tile(X, pitch, rows, first_column, smem_tile):
+def start_copy_of_gathered_rows(X, pitch, rows, first_column, smem_tile):
     """Starts the copies of a tile's columns, from `first_column` on."""
     COLUMNS: gl.constexpr = smem_tile.shape[1]
     BITS: gl.constexpr = smem_tile.dtype.primitive_bitwidth

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ...versions import tma_load
 from ..parts.pipeline import sync_and_arrive
 from ..parts.tile_scheduler import advance_to_request_of_block, load_request_shape, make_work_tile_at_block
-from .gather import gather_tile, load_rows, signal_copies
+from .gather import load_rows, signal_copies, start_copy_of_gathered_rows
 
 SCALE_COLUMNS = gl.constexpr(6)  # rows of score_scales of a stage
 MIN_SCALE = gl.constexpr(1e-30)  # of a key's chunks: its reciprocal is finite
@@ -60,27 +60,27 @@ def scale_layout(num_warps):
 
 
 @gluon.jit
-def store_score_scales_and_v_scale_ratios(x, smem_score_scales, smem_v_scale_ratios, stage, num_valid):
-    """Stores a tile's group scales x in shared memory; past the last key they are 1.
+def store_score_scales_and_v_scale_ratios(group_scales, smem_score_scales, smem_v_scale_ratios, stage, num_valid):
+    """Stores a tile's group scales in shared memory; past the last key they are 1.
 
-    x: fp32 [BLOCK_N, 4] in `scale_layout`
+    group_scales: fp32 [BLOCK_N, 4] in `scale_layout`
     smem_score_scales: fp32 [SCALE_COLUMNS * STAGES, BLOCK_N], for QK: the four scales, log2 of the largest, 1 / largest
     smem_v_scale_ratios: fp16 [4 * STAGES, BLOCK_N], for PV: the four scales over the largest
     """
     L: gl.constexpr = scale_layout(gl.num_warps())
-    BLOCK_N: gl.constexpr = x.shape[0]
+    BLOCK_N: gl.constexpr = group_scales.shape[0]
     is_valid = gl.arange(0, BLOCK_N, gl.SliceLayout(1, L)) < num_valid
-    x = gl.where(is_valid[:, None], x, 1.0)
-    max_scale = gl.maximum(gl.max(gl.abs(x), 1), MIN_SCALE)
+    group_scales = gl.where(is_valid[:, None], group_scales, 1.0)
+    max_scale = gl.maximum(gl.max(gl.abs(group_scales), 1), MIN_SCALE)
     inv_scale = 1.0 / max_scale
     smem_score_scales.index(SCALE_COLUMNS * stage + 4).store(gl.log2(max_scale))
     smem_score_scales.index(SCALE_COLUMNS * stage + 5).store(inv_scale)
-    even, odd = gl.split(gl.reshape(x, [BLOCK_N, 2, 2]))
+    even, odd = gl.split(gl.reshape(group_scales, [BLOCK_N, 2, 2]))
     s0, s2 = gl.split(even)
     s1, s3 = gl.split(odd)
-    group_scales = (s0, s1, s2, s3)
+    scales = (s0, s1, s2, s3)
     for i in gl.static_range(4):
-        group_scale = group_scales[i]
+        group_scale = scales[i]
         smem_score_scales.index(SCALE_COLUMNS * stage + i).store(group_scale)
         ratio = group_scale * gl.convert_layout(inv_scale, group_scale.type.layout)
         smem_v_scale_ratios.index(4 * stage + i).store(ratio.to(gl.float16))
@@ -203,12 +203,14 @@ def gather_producer(
             stage = kv_iter % STAGES
             mbarrier.wait(empty.index(stage), ((kv_iter // STAGES) & 1) ^ 1)
             # Copy the tile.
-            gather_tile(cache_rows.KPE, cache_rows.kpe_pitch, pe_rows, 0, smem_kv.pe.index(stage))
+            start_copy_of_gathered_rows(cache_rows.KPE, cache_rows.kpe_pitch, pe_rows, 0, smem_kv.pe.index(stage))
             if cfg.GROUP_SCALES and not PREPARES_SCALES:
-                gather_tile(cache_rows.SCALES, cache_rows.scale_pitch, scale_rows, 0, smem_kv.scales.index(stage))
+                start_copy_of_gathered_rows(
+                    cache_rows.SCALES, cache_rows.scale_pitch, scale_rows, 0, smem_kv.scales.index(stage)
+                )
             for i in gl.static_range(cfg.DV // CKV_COLUMNS):
                 smem_tile = smem_tile_of_columns(smem_kv.latents, stage, i, STAGES)
-                gather_tile(cache_rows.CKV, cache_rows.ckv_pitch, rows, i * CKV_COLUMNS, smem_tile)
+                start_copy_of_gathered_rows(cache_rows.CKV, cache_rows.ckv_pitch, rows, i * CKV_COLUMNS, smem_tile)
             signal_copies(full.index(kv_iter % NUM_FULL_BARRIERS))
             if PREPARES_SCALES:
                 store_score_scales_and_v_scale_ratios(

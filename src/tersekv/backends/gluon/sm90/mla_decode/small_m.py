@@ -28,7 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...versions import thread_barrier
 from ..parts.combine import split_metadata_ptr
-from ..parts.epilogue import cast_output, finalize_softmax, store_empty_output_of_padding_rows, token_and_head_of_q_rows
+from ..parts.epilogue import (
+    cast_output,
+    compute_acc_scale_and_lse,
+    store_empty_output_of_padding_rows,
+    token_and_head_of_q_rows,
+)
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
 from ..parts.tile_scheduler import find_work_tile_at_block, load_block_counts_of_all_requests
 from .gather import CacheRows, copy_arrivals, fence_copies
@@ -191,18 +196,18 @@ def load_and_dequant_v_chunk(ckv, stage, i: gl.constexpr, O: gl.constexpr, cfg: 
 
 
 @gluon.jit
-def sum_query_terms(s, S: gl.constexpr, Q_TERMS: gl.constexpr):
+def sum_query_terms(s, SCORE_LAYOUT: gl.constexpr, Q_TERMS: gl.constexpr):
     """Returns scores summed over the query's terms: fp32 [BLOCK_N, ROWS]."""
     if Q_TERMS == 2:
         BLOCK_N: gl.constexpr = s.shape[0]
         ROWS: gl.constexpr = s.shape[1] // 2
         high, low = gl.split(gl.permute(gl.reshape(s, [BLOCK_N, 2, ROWS]), (0, 2, 1)))
         s = high + low
-    return gl.convert_layout(s, S)
+    return gl.convert_layout(s, SCORE_LAYOUT)
 
 
 @gluon.jit
-def compute_scores_and_first_v_fp8(smem_kv, stage, q, opaque_zero, Q_TERMS: gl.constexpr, S: gl.constexpr,
+def compute_scores_and_first_v_fp8(smem_kv, stage, q, opaque_zero, Q_TERMS: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
                        cfg: gl.constexpr):  # fmt: skip
     """Returns (QK: fp32 [BLOCK_N, BLOCK_M], the first chunk of V where registers allow, else ())."""
     CHUNKS: gl.constexpr = cfg.CHUNKS
@@ -219,7 +224,7 @@ def compute_scores_and_first_v_fp8(smem_kv, stage, q, opaque_zero, Q_TERMS: gl.c
             partial_scores = partial_scores + (
                 warpgroup_mma(ckv.index(stage * CHUNKS + i), q_i, zero, use_acc=False, is_async=True),
             )
-        first_v = load_and_dequant_v_chunk(ckv, stage, 0, S, cfg)  # overlaps the MMAs
+        first_v = load_and_dequant_v_chunk(ckv, stage, 0, SCORE_LAYOUT, cfg)  # overlaps the MMAs
         partial_scores = warpgroup_mma_wait(0, partial_scores)
         s = partial_scores[0]
         for i in gl.static_range(CHUNKS):
@@ -232,7 +237,7 @@ def compute_scores_and_first_v_fp8(smem_kv, stage, q, opaque_zero, Q_TERMS: gl.c
             q_i = q_nope.index(opaque_zero + i).permute((1, 0))
             x = warpgroup_mma(ckv.index(stage * CHUNKS + i), q_i, zero, use_acc=False, is_async=True)
         s += warpgroup_mma_wait(0, [x])
-    return sum_query_terms(s, S, Q_TERMS), first_v
+    return sum_query_terms(s, SCORE_LAYOUT, Q_TERMS), first_v
 
 
 @gluon.jit
@@ -255,7 +260,8 @@ def load_group_scales(smem_scales, num_valid, COLUMN: gl.constexpr):
 
 
 @gluon.jit
-def compute_scores_with_group_scales(smem_kv, stage, q, opaque_zero, scales, Q_TERMS: gl.constexpr, S: gl.constexpr,
+def compute_scores_with_group_scales(smem_kv, stage, q, opaque_zero, scales, Q_TERMS: gl.constexpr,
+                                     SCORE_LAYOUT: gl.constexpr,
                           cfg: gl.constexpr):  # fmt: skip
     """Returns QK where each chunk of a key has a scale and the rotary part is bf16: fp32 [BLOCK_N, BLOCK_M]."""
     CHUNKS: gl.constexpr = cfg.CHUNKS
@@ -263,7 +269,7 @@ def compute_scores_with_group_scales(smem_kv, stage, q, opaque_zero, scales, Q_T
     q_nope, q_pe = q
     S8: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.BLOCK_M * Q_TERMS, 32])
     zero = gl.full([cfg.BLOCK_N, Q_TERMS * cfg.BLOCK_M], 0.0, gl.float32, S8)
-    s = gl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, gl.float32, S)
+    s = gl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, gl.float32, SCORE_LAYOUT)
     s = warpgroup_mma(k_pe.index(stage), q_pe.index(opaque_zero).permute((1, 0)), s, use_acc=False, is_async=True)
     if cfg.BLOCK_M <= 16:
         partial_scores = (s,)
@@ -275,22 +281,22 @@ def compute_scores_with_group_scales(smem_kv, stage, q, opaque_zero, scales, Q_T
         partial_scores = warpgroup_mma_wait(0, partial_scores)
         s = partial_scores[0]
         for i in gl.static_range(CHUNKS):
-            s += sum_query_terms(partial_scores[i + 1], S, Q_TERMS) * scales[i][:, None]
+            s += sum_query_terms(partial_scores[i + 1], SCORE_LAYOUT, Q_TERMS) * scales[i][:, None]
     else:
         s = warpgroup_mma_wait(0, [s])
         for i in gl.static_range(CHUNKS):
             q_i = q_nope.index(opaque_zero + i).permute((1, 0))
             x = warpgroup_mma(ckv.index(stage * CHUNKS + i), q_i, zero, use_acc=False, is_async=True)
-            s += sum_query_terms(warpgroup_mma_wait(0, [x]), S, Q_TERMS) * scales[i][:, None]
+            s += sum_query_terms(warpgroup_mma_wait(0, [x]), SCORE_LAYOUT, Q_TERMS) * scales[i][:, None]
     return s
 
 
 @gluon.jit
-def compute_scores_bf16(q, smem_kv, stage, opaque_zero, S: gl.constexpr, cfg: gl.constexpr):
+def compute_scores_bf16(q, smem_kv, stage, opaque_zero, SCORE_LAYOUT: gl.constexpr, cfg: gl.constexpr):
     """Returns QK of a tile: fp32 [BLOCK_N, BLOCK_M]."""
     ckv, k_pe = smem_kv.latents, smem_kv.pe
     NUM_PARTIAL_SCORES: gl.constexpr = 3 if cfg.BLOCK_M <= 16 else 2  # so that MMAs wait less for each other
-    zero = gl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, gl.float32, S)
+    zero = gl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, gl.float32, SCORE_LAYOUT)
     q_pe = q.index(opaque_zero + NUM_COLUMN_TILES).permute((1, 0))
     partial_scores = (warpgroup_mma(k_pe.index(stage), q_pe, zero, use_acc=False, is_async=True),)
     for i in gl.static_range(NUM_COLUMN_TILES):
@@ -329,12 +335,12 @@ def any_score_above(s, threshold, vote_flags, I_CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def rescale_to_new_max(row_max_new, row_max, row_sum, acc_o, O: gl.constexpr):
+def rescale_to_new_max(row_max_new, row_max, row_sum, acc_o, ACC_LAYOUT: gl.constexpr):
     """Returns (row_max_new, row_sum, acc_o), the latter two rescaled from row_max to row_max_new."""
     L_COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, row_sum.type.layout))
     rescale = gl.exp2(row_max - gl.where(row_max_new == float("-inf"), 0.0, row_max_new))
     row_sum = row_sum * gl.convert_layout(rescale, L_COLUMN)[None, :][:, None, :]
-    rescale = gl.convert_layout(rescale, gl.SliceLayout(0, O))
+    rescale = gl.convert_layout(rescale, gl.SliceLayout(0, ACC_LAYOUT))
     out = ()
     for i in gl.static_range(len(acc_o)):
         out = out + (acc_o[i] * rescale[None, :],)
@@ -346,7 +352,8 @@ def rescale_to_new_max(row_max_new, row_max, row_sum, acc_o, O: gl.constexpr):
 
 @gluon.jit
 def accumulate_pv_fp8(
-    acc_o, ckv, stage, first_v, smem_p, I_CONSUMER: gl.constexpr, SAVE_REGISTERS: gl.constexpr, O: gl.constexpr,
+    acc_o, ckv, stage, first_v, smem_p, I_CONSUMER: gl.constexpr, SAVE_REGISTERS: gl.constexpr,
+    ACC_LAYOUT: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Returns acc_o + V, transposed, times P in shared memory [BLOCK_N, BLOCK_M]; with group scales, one P per chunk.
@@ -358,7 +365,7 @@ def accumulate_pv_fp8(
     for i in gl.static_range(CHUNKS):
         if SAVE_REGISTERS and i > 0:
             finished = finished + warpgroup_mma_wait(0, [out[2 * i - 2], out[2 * i - 1]])
-        v = first_v if i == 0 and len(first_v) == 2 else load_and_dequant_v_chunk(ckv, stage, i, O, cfg)
+        v = first_v if i == 0 and len(first_v) == 2 else load_and_dequant_v_chunk(ckv, stage, i, ACC_LAYOUT, cfg)
         p = smem_p.index(I_CONSUMER * CHUNKS + i if cfg.GROUP_SCALES else I_CONSUMER)
         for j in gl.static_range(2):
             out = out + (warpgroup_mma(v[j], p, acc_o[2 * i + j], is_async=True),)
@@ -383,7 +390,8 @@ def accumulate_pv_bf16(acc_o, ckv, stage, smem_p):
 
 @gluon.jit
 def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, kv_iter, I_CONSUMER: gl.constexpr,
-             NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+             NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
+             cfg: gl.constexpr):  # fmt: skip
     """Computes this warpgroup's n_blocks of a work tile; returns its SoftmaxState.
 
     acc_o: of 8-bit latents the even and the odd columns of each chunk, of 16-bit latents column tiles.
@@ -393,7 +401,7 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, kv_iter, I_
     RESCALE_THRESHOLD: gl.constexpr = RESCALE_THRESHOLD_FP16 if IS_FP8 else RESCALE_THRESHOLD_BF16
     Q_TERMS: gl.constexpr = q.latents.shape[1] // cfg.BLOCK_M
     CHUNKS: gl.constexpr = cfg.CHUNKS
-    COLUMN: gl.constexpr = gl.SliceLayout(0, S)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, SCORE_LAYOUT)
     n_block_begin, n_block_end, num_keys, num_q_rows, row_begin = (
         work_tile.n_block_begin, work_tile.n_block_end, work_tile.num_keys, work_tile.num_q_rows,
         work_tile.m_block * cfg.BLOCK_M,
@@ -403,11 +411,11 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, kv_iter, I_
     NUM_FULL_BARRIERS: gl.constexpr = full.shape[0]
     row_max = gl.full([cfg.BLOCK_M], float("-inf"), gl.float32, COLUMN)
     # Summed over all keys only at the end.
-    row_sum = fold_row_sums(gl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, gl.float32, S))
+    row_sum = fold_row_sums(gl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, gl.float32, SCORE_LAYOUT))
     acc_o = ()
     for _ in gl.static_range(2 * CHUNKS if IS_FP8 else NUM_COLUMN_TILES):
-        acc_o = acc_o + (gl.full([cfg.CHUNK if IS_FP8 else TILE_COLUMNS, cfg.BLOCK_M], 0.0, gl.float32, S),)
-    o_key = gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(1, S))
+        acc_o = acc_o + (gl.full([cfg.CHUNK if IS_FP8 else TILE_COLUMNS, cfg.BLOCK_M], 0.0, gl.float32, SCORE_LAYOUT),)
+    o_key = gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(1, SCORE_LAYOUT))
     q_position = num_keys - num_q_rows + (row_begin + gl.arange(0, cfg.BLOCK_M, COLUMN)) // cfg.GROUP
     for n_block in range(n_block_begin + I_CONSUMER, n_block_end, NUM_CONSUMERS):
         iter = kv_iter + n_block - n_block_begin
@@ -423,29 +431,31 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, kv_iter, I_
         first_v = ()
         if cfg.GROUP_SCALES:
             scales = load_group_scales(
-                smem_kv.scales.index(stage), num_keys - n_block * cfg.BLOCK_N, gl.SliceLayout(1, S)
+                smem_kv.scales.index(stage), num_keys - n_block * cfg.BLOCK_N, gl.SliceLayout(1, SCORE_LAYOUT)
             )
             s = (
-                compute_scores_with_group_scales(smem_kv, stage, q, opaque_zero, scales, Q_TERMS, S, cfg)
+                compute_scores_with_group_scales(smem_kv, stage, q, opaque_zero, scales, Q_TERMS, SCORE_LAYOUT, cfg)
                 * score_scale[None, :]
             )
             # The key's largest scale joins the exponent: the ratios to it, which multiply P, lie in [−1, 1].
-            max_group_scale = gl.full([cfg.BLOCK_N], MIN_SCALE, gl.float32, gl.SliceLayout(1, S))
+            max_group_scale = gl.full([cfg.BLOCK_N], MIN_SCALE, gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
             for i in gl.static_range(CHUNKS):
                 max_group_scale = gl.maximum(max_group_scale, gl.abs(scales[i]))
             s += gl.log2(max_group_scale)[:, None]
         elif IS_FP8:
-            s, first_v = compute_scores_and_first_v_fp8(smem_kv, stage, q, opaque_zero, Q_TERMS, S, cfg)
+            s, first_v = compute_scores_and_first_v_fp8(smem_kv, stage, q, opaque_zero, Q_TERMS, SCORE_LAYOUT, cfg)
             s *= score_scale[None, :]
         else:
-            s = compute_scores_bf16(q.latents, smem_kv, stage, opaque_zero, S, cfg) * score_scale
+            s = compute_scores_bf16(q.latents, smem_kv, stage, opaque_zero, SCORE_LAYOUT, cfg) * score_scale
         # Mask.
         if (n_block + 1) * cfg.BLOCK_N > num_keys - num_q_rows + 1:
             o_n = n_block * cfg.BLOCK_N + o_key
             s = gl.where((o_n < num_keys)[:, None] & (o_n[:, None] <= q_position[None, :]), s, float("-inf"))
         # Lazy rescaling: row_max is raised only where P would pass 2^RESCALE_THRESHOLD: rarely.
         if any_score_above(s, row_max + RESCALE_THRESHOLD, vote_flags, I_CONSUMER):
-            row_max, row_sum, acc_o = rescale_to_new_max(gl.maximum(row_max, gl.max(s, 0)), row_max, row_sum, acc_o, S)
+            row_max, row_sum, acc_o = rescale_to_new_max(
+                gl.maximum(row_max, gl.max(s, 0)), row_max, row_sum, acc_o, SCORE_LAYOUT
+            )
         # Softmax: P to shared memory.
         p = gl.exp2(s - gl.where(row_max == float("-inf"), 0.0, row_max)[None, :])
         if cfg.GROUP_SCALES:
@@ -460,7 +470,7 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, kv_iter, I_
         # PV; release the stage.
         if IS_FP8:
             acc_o = accumulate_pv_fp8(
-                acc_o, smem_kv.latents, stage, first_v, smem_p, I_CONSUMER, cfg.BLOCK_M >= 32, S, cfg
+                acc_o, smem_kv.latents, stage, first_v, smem_p, I_CONSUMER, cfg.BLOCK_M >= 32, SCORE_LAYOUT, cfg
             )
         else:
             acc_o = accumulate_pv_bf16(acc_o, smem_kv.latents, stage, smem_p.index(opaque_zero))
@@ -473,7 +483,7 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, kv_iter, I_
 
 @gluon.jit
 def combine_warpgroups_and_keep_half_acc(
-    state, buffers, num_work_tiles, I_CONSUMER: gl.constexpr, O: gl.constexpr, cfg: gl.constexpr
+    state, buffers, num_work_tiles, I_CONSUMER: gl.constexpr, ACC_LAYOUT: gl.constexpr, cfg: gl.constexpr
 ):
     """Combines both warpgroups: returns row_max, row_sum, and acc_o of this one's half of the columns."""
     row_max, acc_o, smem_row_max_and_sum, acc_exchange = (
@@ -498,7 +508,7 @@ def combine_warpgroups_and_keep_half_acc(
     row_sum = smem_row_max_and_sum.index(2 + I_CONSUMER).load(COLUMN) * rescale + other_row_sum * gl.exp2(
         other_row_max - safe_max
     )
-    rescale = gl.convert_layout(rescale, gl.SliceLayout(0, O))
+    rescale = gl.convert_layout(rescale, gl.SliceLayout(0, ACC_LAYOUT))
     merged_acc = ()
     if I_CONSUMER == 0:  # there is memory for one half: the other warpgroup reads it, then stores its own
         for i in gl.static_range(ACC_TILES_PER_CONSUMER):
@@ -507,7 +517,7 @@ def combine_warpgroups_and_keep_half_acc(
     mbarrier.wait(buffers.acc_full[1 - I_CONSUMER].index(0), num_work_tiles & 1)
     for i in gl.static_range(ACC_TILES_PER_CONSUMER):
         merged_acc = merged_acc + (
-            acc_o[I_CONSUMER * ACC_TILES_PER_CONSUMER + i] * rescale[None, :] + acc_exchange.index(i).load(O),
+            acc_o[I_CONSUMER * ACC_TILES_PER_CONSUMER + i] * rescale[None, :] + acc_exchange.index(i).load(ACC_LAYOUT),
         )
     if I_CONSUMER == 1:
         for i in gl.static_range(ACC_TILES_PER_CONSUMER):
@@ -521,37 +531,40 @@ def combine_warpgroups_and_keep_half_acc(
 
 @gluon.jit
 def output_and_partial_columns_of_acc(
-    i: gl.constexpr, NUM_TILES: gl.constexpr, I_CONSUMER: gl.constexpr, O: gl.constexpr, cfg: gl.constexpr
+    i_tile: gl.constexpr, NUM_TILES: gl.constexpr, I_CONSUMER: gl.constexpr, ACC_LAYOUT: gl.constexpr, cfg: gl.constexpr
 ):
-    """Returns the columns of tile i of acc_o: in the output, and in a partial state, where even ones come first."""
+    """Returns the columns of tile i_tile of acc_o: in the output, and in a partial state, even ones first."""
     if cfg.CODE == "e4m3":
-        o_packed = (I_CONSUMER * (NUM_TILES // 2) + i // 2) * cfg.CHUNK + gl.arange(0, cfg.CHUNK, gl.SliceLayout(1, O))
-        return 2 * o_packed + i % 2, i % 2 * cfg.BLOCK_DV + o_packed
+        o_packed = (I_CONSUMER * (NUM_TILES // 2) + i_tile // 2) * cfg.CHUNK + gl.arange(
+            0, cfg.CHUNK, gl.SliceLayout(1, ACC_LAYOUT)
+        )
+        return 2 * o_packed + i_tile % 2, i_tile % 2 * cfg.BLOCK_DV + o_packed
     else:
-        o_d = i * TILE_COLUMNS + gl.arange(0, TILE_COLUMNS, gl.SliceLayout(1, O))
+        o_d = i_tile * TILE_COLUMNS + gl.arange(0, TILE_COLUMNS, gl.SliceLayout(1, ACC_LAYOUT))
         return o_d, o_d
 
 
 @gluon.jit
 def scale_and_store_output(
-    OUT, acc_o, acc_scale, tokens, heads, m_row, strides, I_CONSUMER: gl.constexpr, O: gl.constexpr, cfg: gl.constexpr
-):
+    OUT, acc_o, acc_scale, tokens, heads, m_row, strides, I_CONSUMER: gl.constexpr, ACC_LAYOUT: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
     """Stores acc_o × acc_scale to OUT: all columns, or the I_CONSUMER-th half."""
     for i in gl.static_range(len(acc_o)):
         p_row = OUT + (tokens * strides.out_t + heads * strides.out_h)[None, :]
-        o_d, _ = output_and_partial_columns_of_acc(i, len(acc_o), I_CONSUMER, O, cfg)
+        o_d, _ = output_and_partial_columns_of_acc(i, len(acc_o), I_CONSUMER, ACC_LAYOUT, cfg)
         gl.store(p_row + o_d[:, None], cast_output(acc_o[i] * acc_scale[None, :], OUT, cfg), mask=m_row[None, :])
 
 
 @gluon.jit
 def store_partial(
-    SPLIT_WORKSPACE, partial_slot, state, m_row, I_CONSUMER: gl.constexpr, O: gl.constexpr, cfg: gl.constexpr
+    SPLIT_WORKSPACE, partial_slot, state, m_row, I_CONSUMER: gl.constexpr, ACC_LAYOUT: gl.constexpr, cfg: gl.constexpr
 ):
     """Stores a split's state, or its I_CONSUMER-th half, as the combine reads it: columns, row_max, row_sum."""
-    o_r = gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(0, O))
+    o_r = gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(0, ACC_LAYOUT))
     p_row = partial_row_ptr(SPLIT_WORKSPACE, partial_slot, o_r, cfg)
     for i in gl.static_range(len(state.acc_o)):
-        _, o_d = output_and_partial_columns_of_acc(i, len(state.acc_o), I_CONSUMER, O, cfg)
+        _, o_d = output_and_partial_columns_of_acc(i, len(state.acc_o), I_CONSUMER, ACC_LAYOUT, cfg)
         gl.store(p_row[None, :] + o_d[:, None], state.acc_o[i], mask=m_row[None, :])
     if I_CONSUMER == 0:
         store_partial_stats(p_row, state.row_max, state.row_sum, m_row, cfg)
@@ -605,7 +618,7 @@ def consumer(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides
         if work_tile.n_block_begin == 0:  # all warpgroups store the same
             store_num_splits(tensors, work_tile, cta_range, cfg)
         if work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
-            acc_scale, lse = finalize_softmax(
+            acc_scale, lse = compute_acc_scale_and_lse(
                 state.row_max, state.row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg
             )
             scale_and_store_output(

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...versions import reinterpret, thread_barrier
 from ..parts.combine import split_metadata_ptr
-from ..parts.epilogue import cast_output, finalize_softmax, store_empty_output_of_padding_rows
+from ..parts.epilogue import cast_output, compute_acc_scale_and_lse, store_empty_output_of_padding_rows
 from ..parts.online_softmax import LAZY_ROW_MAX_PTX, split_columns
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_wait, sync_and_arrive
 from ..parts.tile_scheduler import find_work_tile_at_block, load_block_counts_of_all_requests
@@ -293,17 +293,17 @@ def load_score_scales(q_scales, score_scale, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def start_qk_chunk(q_i, k_i, x, Q_TERMS: gl.constexpr):
+def start_qk_chunk(q_chunk, k_chunk, acc_s, Q_TERMS: gl.constexpr):
     """Starts QK of a chunk of columns, for all terms of the query; returns it in flight."""
     if Q_TERMS == 2:
-        x = warpgroup_mma(q_i.slice(BLOCK_M, BLOCK_M), k_i, x, use_acc=False, is_async=True)
-        return warpgroup_mma(q_i.slice(0, BLOCK_M), k_i, x, is_async=True)
+        acc_s = warpgroup_mma(q_chunk.slice(BLOCK_M, BLOCK_M), k_chunk, acc_s, use_acc=False, is_async=True)
+        return warpgroup_mma(q_chunk.slice(0, BLOCK_M), k_chunk, acc_s, is_async=True)
     else:
-        return warpgroup_mma(q_i, k_i, x, use_acc=False, is_async=True)
+        return warpgroup_mma(q_chunk, k_chunk, acc_s, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def start_residual_rope_qk_batch(smem_kv, q, stage, opaque_zero, x, i_batch: gl.constexpr, cfg: gl.constexpr):
+def start_residual_rope_qk_batch(smem_kv, q, stage, opaque_zero, acc_s, i_batch: gl.constexpr, cfg: gl.constexpr):
     """Starts batch i_batch of MMA_BATCHES of QK for the query's second terms and the rotary part.
 
     The second terms are 2^-4 of the first: one accumulator holds them all. A warp stalls when too many MMAs are in
@@ -314,14 +314,16 @@ def start_residual_rope_qk_batch(smem_kv, q, stage, opaque_zero, x, i_batch: gl.
     q_nope, q_pe = q
     k_pe_stage = k_pe.index(stage).permute((1, 0))
     if i_batch == 0:
-        x = warpgroup_mma(q_pe.index(opaque_zero).slice(BLOCK_M, BLOCK_M), k_pe_stage, x, use_acc=False, is_async=True)
+        acc_s = warpgroup_mma(
+            q_pe.index(opaque_zero).slice(BLOCK_M, BLOCK_M), k_pe_stage, acc_s, use_acc=False, is_async=True
+        )
     for i in gl.static_range(CHUNKS):
         if (i + 1) // 2 == i_batch:
             k_i = ckv.index(stage * CHUNKS + i).permute((1, 0))
-            x = warpgroup_mma(q_nope.index(opaque_zero + i).slice(BLOCK_M, BLOCK_M), k_i, x, is_async=True)
+            acc_s = warpgroup_mma(q_nope.index(opaque_zero + i).slice(BLOCK_M, BLOCK_M), k_i, acc_s, is_async=True)
     if i_batch == MMA_BATCHES - 1:
-        x = warpgroup_mma(q_pe.index(opaque_zero).slice(0, BLOCK_M), k_pe_stage, x, is_async=True)
-    return x
+        acc_s = warpgroup_mma(q_pe.index(opaque_zero).slice(0, BLOCK_M), k_pe_stage, acc_s, is_async=True)
+    return acc_s
 
 
 @gluon.jit
@@ -335,7 +337,8 @@ def arrive_p_full_if(p_full, is_set):
 
 
 @gluon.jit
-def compute_scores(smem_kv, q, low_term_acc, stage, opaque_zero, p_full_args, Q_TERMS: gl.constexpr, S: gl.constexpr,
+def compute_scores(smem_kv, q, low_term_acc, stage, opaque_zero, p_full_args, Q_TERMS: gl.constexpr,
+                   SCORE_LAYOUT: gl.constexpr,
                    cfg: gl.constexpr):  # fmt: skip
     """Returns QK of a tile: fp32 [BLOCK_M, BLOCK_N]; with two terms, `low_term_acc` holds the second
     and the rotary part.
@@ -345,7 +348,7 @@ def compute_scores(smem_kv, q, low_term_acc, stage, opaque_zero, p_full_args, Q_
     CHUNKS: gl.constexpr = cfg.CHUNKS
     ckv, k_pe = smem_kv.latents, smem_kv.pe
     q_nope, q_pe = q
-    zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S)
+    zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, SCORE_LAYOUT)
     q_0, k_0 = q_nope.index(opaque_zero).slice(0, BLOCK_M), ckv.index(stage * CHUNKS).permute((1, 0))
     x = warpgroup_mma(q_0, k_0, zero, use_acc=False, is_async=True)
     s = low_term_acc
@@ -368,7 +371,7 @@ def compute_scores(smem_kv, q, low_term_acc, stage, opaque_zero, p_full_args, Q_
 
 @gluon.jit
 def compute_scores_with_group_scales(smem_kv, q, stage, opaque_zero, score_scales, scales_full, phase, p_full_args,
-                          Q_TERMS: gl.constexpr, S: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+                          Q_TERMS: gl.constexpr, SCORE_LAYOUT: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Returns QK where each chunk of a key has a scale and the rotary part is bf16: fp32 [BLOCK_M, BLOCK_N].
 
     `store_score_scales_and_v_scale_ratios` stores score_scales and signals scales_full.
@@ -376,16 +379,16 @@ def compute_scores_with_group_scales(smem_kv, q, stage, opaque_zero, score_scale
     CHUNKS: gl.constexpr = cfg.CHUNKS
     ckv, k_pe = smem_kv.latents, smem_kv.pe
     q_nope, q_pe = q
-    ROW: gl.constexpr = gl.SliceLayout(0, S)
+    ROW: gl.constexpr = gl.SliceLayout(0, SCORE_LAYOUT)
     S_R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S)
+    zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, SCORE_LAYOUT)
     zero_pe = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S_R)
     s_pe = warpgroup_mma(
         q_pe.index(opaque_zero), k_pe.index(stage).permute((1, 0)), zero_pe, use_acc=False, is_async=True
     )
     x = start_qk_chunk(q_nope.index(opaque_zero), ckv.index(stage * CHUNKS).permute((1, 0)), zero, Q_TERMS)
     mbarrier.wait(scales_full, phase)
-    s = gl.convert_layout(warpgroup_mma_wait(Q_TERMS, [s_pe]), S)
+    s = gl.convert_layout(warpgroup_mma_wait(Q_TERMS, [s_pe]), SCORE_LAYOUT)
     for i in gl.static_range(1, CHUNKS):
         next_x = start_qk_chunk(
             q_nope.index(opaque_zero + i), ckv.index(stage * CHUNKS + i).permute((1, 0)), zero, Q_TERMS
@@ -418,7 +421,7 @@ def view_by_lane(s):
 
 
 @gluon.jit
-def lane_row_max(s):
+def row_max_by_lane(s):
     """Returns each row's maximum over the scores that one thread holds: [BLOCK_M, LANES_PER_ROW]."""
     return gl.max(gl.max(view_by_lane(s), 3), 1)
 
@@ -468,7 +471,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
     )  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
-    LANE_LAYOUT: gl.constexpr = lane_row_max(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S)).type.layout
+    LANE_LAYOUT: gl.constexpr = row_max_by_lane(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S)).type.layout
     h = i_cta % cfg.HEADS
     kv_iter, p_iter, num_work_tiles = 0, 0, 0
     while block < block_end:
@@ -531,7 +534,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             # Mask.
             s = apply_mask(s, n_block, num_keys, work_tile.num_q_rows, work_tile.m_block * cfg.BLOCK_M, cfg)
             # Online softmax, with lazy rescaling.
-            lane_max = lane_row_max(s)
+            lane_max = row_max_by_lane(s)
             if not cfg.GROUP_SCALES:
                 lane_max *= gl.convert_layout(row_scales, gl.SliceLayout(1, LANE_LAYOUT))[:, None]
             row_max_new, needs_rescale = gl.inline_asm_elementwise(
@@ -572,7 +575,9 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
         row_max, row_sum = gl.max(row_max, 1), gl.sum(row_sum, 1)
         o_r = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LANE_LAYOUT))
         tokens, heads, m_row = token_head_and_mask_of_rows(o_r, work_tile, h, cfg)
-        acc_scale, lse = finalize_softmax(row_max, row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg)
+        acc_scale, lse = compute_acc_scale_and_lse(
+            row_max, row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg
+        )
         mbarrier.wait(p_empty.index(p_iter % P_STAGES), ((p_iter // P_STAGES) & 1) ^ 1)
         rescales.index(p_iter % P_STAGES).store(
             acc_scale[:, None] + gl.full([BLOCK_M, LANES_PER_ROW], 0.0, gl.float32, LANE_LAYOUT)
@@ -596,13 +601,13 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
 
 
 @gluon.jit
-def load_packed_v_chunk_of_key_half(smem_packed_v, chunk, key_half: gl.constexpr, O: gl.constexpr):
+def load_packed_v_chunk_of_key_half(smem_packed_v, chunk, key_half: gl.constexpr, ACC_LAYOUT: gl.constexpr):
     """Loads packed V of a chunk for half the keys, transposed: [PACKED_PER_CHUNK, KEYS_PER_HALF]."""
     return (
         smem_packed_v.index(chunk)
         .slice(key_half * KEYS_PER_HALF, KEYS_PER_HALF)
         .permute((1, 0))
-        .load(gl.DotOperandLayout(0, O, 2))
+        .load(gl.DotOperandLayout(0, ACC_LAYOUT, 2))
     )
 
 
@@ -625,13 +630,13 @@ def dequant_v_times_scale_ratios(packed, v_scale_ratios, key_half: gl.constexpr,
 
 
 @gluon.jit
-def rescale_acc_if_flagged(acc_o, smem_rescale, rescale_flag, O: gl.constexpr):
+def rescale_acc_if_flagged(acc_o, smem_rescale, rescale_flag, ACC_LAYOUT: gl.constexpr):
     """Returns acc_o × rescale, skipped unless the flag says that some rescale is not 1: rarely."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     flag_word = reinterpret(rescale_flag, gl.int32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if gl.max(flag_word.slice(0, 1).load(ONE), 0) != 0:
         L: gl.constexpr = gl.BlockedLayout([1, LANES_PER_ROW], [32, 1], [gl.num_warps(), 1], [1, 0])
-        rescale = gl.convert_layout(gl.max(smem_rescale.load(L), 1), gl.SliceLayout(0, O))
+        rescale = gl.convert_layout(gl.max(smem_rescale.load(L), 1), gl.SliceLayout(0, ACC_LAYOUT))
         out = ()
         for i in gl.static_range(4):
             out = out + (acc_o[i] * rescale[None, :],)
@@ -640,22 +645,25 @@ def rescale_acc_if_flagged(acc_o, smem_rescale, rescale_flag, O: gl.constexpr):
 
 
 @gluon.jit
-def wait_p_rescale_and_accumulate_pv(acc_o, smem_packed_v, first_chunk, buffers, p_full, p_iter, O: gl.constexpr,
+def wait_p_rescale_and_accumulate_pv(acc_o, smem_packed_v, first_chunk, buffers, p_full, p_iter,
+                                     ACC_LAYOUT: gl.constexpr,
                                      cfg: gl.constexpr):  # fmt: skip
     """Waits for P and returns acc_o + V × P, the last MMAs in flight."""
     smem_p, v_scale_ratios = buffers.smem_p, buffers.v_scale_ratios
     p_stage = p_iter % P_STAGES
-    packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk, 0, O)
+    packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk, 0, ACC_LAYOUT)
     if not cfg.GROUP_SCALES:  # ratios are ready only with P
         v = dequant_v_times_scale_ratios(packed, v_scale_ratios, 0, cfg)
     mbarrier.wait(p_full.index(p_stage), (p_iter // P_STAGES) & 1)
-    acc_o = rescale_acc_if_flagged(acc_o, buffers.rescales.index(p_stage), buffers.rescale_flags.index(p_stage), O)
+    acc_o = rescale_acc_if_flagged(
+        acc_o, buffers.rescales.index(p_stage), buffers.rescale_flags.index(p_stage), ACC_LAYOUT
+    )
     if cfg.GROUP_SCALES:
         v = dequant_v_times_scale_ratios(packed, v_scale_ratios.index(first_chunk), 0, cfg)
     for i in gl.static_range(CHUNKS_PER_WARPGROUP):
         for key_half in gl.static_range(KEY_HALVES):
             if i + key_half > 0:
-                packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk + i, key_half, O)
+                packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk + i, key_half, ACC_LAYOUT)
                 acc_o = warpgroup_mma_wait(0, acc_o)
                 v = dequant_v_times_scale_ratios(packed, v_scale_ratios.index(first_chunk + i), key_half, cfg)
             p = smem_p.index(KEY_HALVES * p_stage + key_half).permute((1, 0))

@@ -26,11 +26,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...versions import reinterpret, thread_barrier, tma_load
 from ..parts.combine import split_metadata_ptr
-from ..parts.epilogue import cast_output, finalize_softmax, store_empty_output_of_padding_rows, token_and_head_of_q_rows
+from ..parts.epilogue import (
+    cast_output,
+    compute_acc_scale_and_lse,
+    store_empty_output_of_padding_rows,
+    token_and_head_of_q_rows,
+)
 from ..parts.online_softmax import rescale_ptx_and_constraints
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
 from ..parts.tile_scheduler import find_work_tile_at_block, load_block_counts_of_all_requests
-from .gather import CacheRows, copy_arrivals, fence_copies, gather_tile, load_rows, signal_copies
+from .gather import CacheRows, copy_arrivals, fence_copies, load_rows, signal_copies, start_copy_of_gathered_rows
 from .params import (
     AttentionTensors,
     CtaRange,
@@ -135,10 +140,10 @@ def acquire_and_gather_kv_tile(cache_rows, smem_kv, mbarriers, stage: gl.constex
         )
         for i in gl.static_range(TILES_PER_GROUP):
             first_column = i_group * GROUP_COLUMNS + i * TILE_COLUMNS
-            gather_tile(cache_rows.CKV, cache_rows.ckv_pitch, rows, first_column, smem_tiles.index(i))
+            start_copy_of_gathered_rows(cache_rows.CKV, cache_rows.ckv_pitch, rows, first_column, smem_tiles.index(i))
         signal_copies(full.index(COLUMN_GROUPS * stage + i_group))
     # Copy the rotary part.
-    gather_tile(cache_rows.KPE, cache_rows.kpe_pitch, rows, 0, k_pe.index(stage))
+    start_copy_of_gathered_rows(cache_rows.KPE, cache_rows.kpe_pitch, rows, 0, k_pe.index(stage))
     signal_copies(full.index(2 * COLUMN_GROUPS + stage))
 
 
@@ -241,8 +246,9 @@ def wait_and_zero_oob_v_rows_in_smem(ckv, full, stage: gl.constexpr, kv_iter, nu
 
 @gluon.jit
 def wait_zero_oob_rows_and_start_qk(
-    q, smem_kv, full, stage: gl.constexpr, kv_iter, n_block, zero_keys_from, S: gl.constexpr, cfg: gl.constexpr
-):
+    q, smem_kv, full, stage: gl.constexpr, kv_iter, n_block, zero_keys_from, SCORE_LAYOUT: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
     """Waits for a tile, zeros its invalid rows and starts QK; returns scores fp32 [BLOCK_M, BLOCK_N] in flight."""
     q_nope, q_pe = q
     ckv, k_pe = smem_kv.latents, smem_kv.pe
@@ -251,7 +257,7 @@ def wait_zero_oob_rows_and_start_qk(
     if not cfg.GATHER_ROWS and (n_block + 1) * BLOCK_N > zero_keys_from:
         wait_and_zero_oob_v_rows_in_smem(ckv, full, stage, kv_iter, zero_keys_from - n_block * BLOCK_N)
     # Latents, group by group.
-    s = warpgroup_mma_init(gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S))
+    s = warpgroup_mma_init(gl.full([ROWS, BLOCK_N], 0.0, gl.float32, SCORE_LAYOUT))
     q_tiles = reinterpret(q_nope, q_nope.dtype, [COLUMN_GROUPS * TILES_PER_GROUP, ROWS, TILE_COLUMNS], q_pe.layout)
     opaque_zero = n_block >> 30
     for j in range(COLUMN_GROUPS + opaque_zero):
@@ -374,7 +380,8 @@ def init_softmax_state(S: gl.constexpr, O: gl.constexpr, cfg: gl.constexpr):
 
 @gluon.jit
 def mainloop_qk_even_tiles_pv_left_columns(
-    q, smem_kv, mbarriers, smem_row_max_and_sum, score_scale, work_tile, tile_counts, S: gl.constexpr, O: gl.constexpr,
+    q, smem_kv, mbarriers, smem_row_max_and_sum, score_scale, work_tile, tile_counts, SCORE_LAYOUT: gl.constexpr,
+    ACC_LAYOUT: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Computes the left warpgroup's main loop of a work tile; returns (SoftmaxState, TileCounts).
@@ -387,12 +394,16 @@ def mainloop_qk_even_tiles_pv_left_columns(
     n_block_begin, n_block_end, num_even_tiles, num_odd_tiles = (
         work_tile.n_block_begin, work_tile.n_block_end, tile_counts.num_even_tiles, tile_counts.num_odd_tiles,
     )  # fmt: skip
-    row_max, row_sum, acc_o = init_softmax_state(S, O, cfg)
+    row_max, row_sum, acc_o = init_softmax_state(SCORE_LAYOUT, ACC_LAYOUT, cfg)
     for n_block in range(n_block_begin, n_block_end, 2):
         # QK, mask and softmax of the even tile.
         s = warpgroup_mma_wait(
             0,
-            [wait_zero_oob_rows_and_start_qk(q, smem_kv, full, 0, num_even_tiles, n_block, work_tile.num_keys, S, cfg)],
+            [
+                wait_zero_oob_rows_and_start_qk(
+                    q, smem_kv, full, 0, num_even_tiles, n_block, work_tile.num_keys, SCORE_LAYOUT, cfg
+                )
+            ],
         )
         p, row_max_new = mask_and_lazy_softmax_p_and_row_max(s, row_max, score_scale, n_block, work_tile, cfg)
         p_16bit = p.to(k_pe.dtype)
@@ -404,7 +415,7 @@ def mainloop_qk_even_tiles_pv_left_columns(
         # Rescale and PV of the even tile.
         rescale = exp2_minus_max(row_max, row_max_new)
         row_max, acc_o = row_max_new, rescale_acc(acc_o, rescale)
-        acc_o = start_pv(gl.convert_layout(p_16bit, gl.DotOperandLayout(0, O, 2)), ckv, 0, 0, acc_o)
+        acc_o = start_pv(gl.convert_layout(p_16bit, gl.DotOperandLayout(0, ACC_LAYOUT, 2)), ckv, 0, 0, acc_o)
         row_sum = row_sum * rescale + gl.sum(p, 1)
         acc_o = wait_pv_and_release_column_groups(acc_o, empty, 0, 0)
         num_even_tiles += 1
@@ -423,7 +434,8 @@ def mainloop_qk_even_tiles_pv_left_columns(
 
 @gluon.jit
 def mainloop_qk_odd_tiles_pv_right_columns(
-    q, smem_kv, mbarriers, smem_row_max_and_sum, score_scale, work_tile, tile_counts, S: gl.constexpr, O: gl.constexpr,
+    q, smem_kv, mbarriers, smem_row_max_and_sum, score_scale, work_tile, tile_counts, SCORE_LAYOUT: gl.constexpr,
+    ACC_LAYOUT: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Computes the right warpgroup's main loop, as `mainloop_qk_even_tiles_pv_left_columns`. The last even tile may
@@ -433,10 +445,12 @@ def mainloop_qk_odd_tiles_pv_right_columns(
     n_block_begin, n_block_end, num_even_tiles, num_odd_tiles = (
         work_tile.n_block_begin, work_tile.n_block_end, tile_counts.num_even_tiles, tile_counts.num_odd_tiles,
     )  # fmt: skip
-    row_max, row_sum, acc_o = init_softmax_state(S, O, cfg)
+    row_max, row_sum, acc_o = init_softmax_state(SCORE_LAYOUT, ACC_LAYOUT, cfg)
     for n_block in range(n_block_begin, n_block_end - 1, 2):
         # QK of the odd tile, PV of the even one.
-        s = wait_zero_oob_rows_and_start_qk(q, smem_kv, full, 1, num_odd_tiles, n_block + 1, work_tile.num_keys, S, cfg)
+        s = wait_zero_oob_rows_and_start_qk(
+            q, smem_kv, full, 1, num_odd_tiles, n_block + 1, work_tile.num_keys, SCORE_LAYOUT, cfg
+        )
         row_max, row_sum, acc_o = wait_p_rescale_and_start_pv_of_even_tile(
             row_max, row_sum, acc_o, smem_kv, p_even_full, smem_row_max_and_sum, num_even_tiles, cfg
         )
@@ -452,7 +466,9 @@ def mainloop_qk_odd_tiles_pv_right_columns(
         acc_o = wait_pv_and_release_column_groups(acc_o, empty, 0, GROUPS_PER_WARPGROUP)
         rescale = exp2_minus_max(row_max, row_max_new)
         row_max, acc_o = row_max_new, rescale_acc(acc_o, rescale)
-        acc_o = start_pv(gl.convert_layout(p_16bit, gl.DotOperandLayout(0, O, 2)), ckv, 1, GROUPS_PER_WARPGROUP, acc_o)
+        acc_o = start_pv(
+            gl.convert_layout(p_16bit, gl.DotOperandLayout(0, ACC_LAYOUT, 2)), ckv, 1, GROUPS_PER_WARPGROUP, acc_o
+        )
         row_sum = row_sum * rescale + gl.sum(p, 1)
         acc_o = wait_pv_and_release_column_groups(acc_o, empty, 1, GROUPS_PER_WARPGROUP)
         num_even_tiles += 1
@@ -577,7 +593,9 @@ def consumer(
         _, heads, m_row = token_and_head_of_q_rows(
             work_tile.m_block, h, work_tile.q_begin, work_tile.num_q_rows, gl.SliceLayout(1, O), cfg
         )
-        acc_scale, lse = finalize_softmax(row_max, row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg)
+        acc_scale, lse = compute_acc_scale_and_lse(
+            row_max, row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg
+        )
         partial_slot = 2 * i_cta + (work_tile.n_block_begin == 0).to(gl.int32)
         is_unsplit = work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks
         state = SoftmaxState(row_max, row_sum, mainloop_state.acc_o)

@@ -1,6 +1,6 @@
 """Ragged causal attention of new tokens to one chunk of up-projected keys and values (MLA prefill, last stage), sm_90.
 The mask, the rescale and the consumer's waits are in `mainloop_step`, the waits for free stages in `producer`; chunks
-are combined in `finalize_merge_and_store_output`.
+are combined in `normalize_merge_and_store_output`.
 
 What it computes, and from what: see the Triton file of the same name. A persistent CTA is warp-specialised: a producer
 warp takes work tiles (request, head, 128 queries) from a counter, longest first, and copies their key blocks by TMA;
@@ -95,8 +95,8 @@ class ConsumerArgs(NamedTuple):
 
 @gluon.jit
 def producer(
-    tensor_maps, queue, buffers, mbarriers, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    HAS_PREVIOUS_CHUNK: gl.constexpr,
+    tensor_maps, work_queue, buffers, mbarriers, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    SKIP_TILES_WITHOUT_KEYS: gl.constexpr,
 ):  # fmt: skip
     """Takes work tiles and copies their key blocks; num_n_blocks 0 ends the loop."""
     k_full, k_empty, v_full, v_empty = mbarriers.k_full, mbarriers.k_empty, mbarriers.v_full, mbarriers.v_empty
@@ -106,16 +106,18 @@ def producer(
     i_work_tile = gl.program_id(0)
     num_done = 0  # work tiles published
     kv_iter = 0  # key blocks copied
-    while i_work_tile < queue.num_work_tiles:
+    while i_work_tile < work_queue.num_work_tiles:
         # Tile scheduler: the request, head and queries of this work tile
-        find_work_tile_at_block = i_work_tile
-        i_request, head, m_block = work_tile_coords(i_work_tile, queue.num_m_blocks, queue.H, queue.heads_per_l2_group)
-        request = load_request_shape(queue, i_request)
+        i_next_work_tile = i_work_tile
+        i_request, head, m_block = work_tile_coords(
+            i_work_tile, work_queue.num_m_blocks, work_queue.H, work_queue.heads_per_l2_group
+        )
+        request = load_request_shape(work_queue, i_request)
         q_begin, num_queries, num_keys = request.q_begin, request.num_queries, request.num_keys
         m_start = m_block * BLOCK_M
         visible_keys = gl.minimum(num_keys, gl.minimum(m_start + BLOCK_M, num_queries) + request.causal_offset)
         has_work = m_start < num_queries
-        if HAS_PREVIOUS_CHUNK:
+        if SKIP_TILES_WITHOUT_KEYS:
             has_work = has_work & (visible_keys > 0)
         if has_work:
             # A work tile without keys gets one fully masked key block: consumers expect at least one.
@@ -126,7 +128,7 @@ def producer(
                 stage = kv_iter % STAGES
                 phase = (kv_iter // STAGES) & 1
                 if i == num_n_blocks - 1:  # no earlier: the CTA that is done first takes the next work tile
-                    find_work_tile_at_block = gl.atomic_add(queue.WORK_COUNTER, 1, sem="relaxed") + gl.num_programs(0)
+                    i_next_work_tile = gl.atomic_add(work_queue.WORK_COUNTER, 1, sem="relaxed") + gl.num_programs(0)
                 # K: wait for a free stage, copy
                 mbarrier.wait(k_empty.index(stage), phase ^ 1)
                 mbarrier.expect(k_full.index(stage), BLOCK_N * (DN + R) * element_bytes)
@@ -146,11 +148,11 @@ def producer(
                         )  # fmt: skip
                         mbarrier.expect(q_full_barrier, ROWS_PER_WARPGROUP * (DN + R) * element_bytes)
                         tma_load(
-                            tensor_maps.Q, [q_row, head * queue.head_stride], q_full_barrier,
+                            tensor_maps.Q, [q_row, head * work_queue.head_stride], q_full_barrier,
                             buffers.q.index(i_consumer),
                         )  # fmt: skip
                         tma_load(
-                            tensor_maps.Q_PE_MAP, [q_row, head * queue.head_stride + DN], q_full_barrier,
+                            tensor_maps.Q_PE_MAP, [q_row, head * work_queue.head_stride + DN], q_full_barrier,
                             buffers.q_pe.index(i_consumer),
                         )  # fmt: skip
                 # V: wait for a free stage, copy
@@ -160,8 +162,8 @@ def producer(
                 kv_iter += 1
             num_done += 1
         else:
-            find_work_tile_at_block = gl.atomic_add(queue.WORK_COUNTER, 1, sem="relaxed") + gl.num_programs(0)
-        i_work_tile = find_work_tile_at_block
+            i_next_work_tile = gl.atomic_add(work_queue.WORK_COUNTER, 1, sem="relaxed") + gl.num_programs(0)
+        i_work_tile = i_next_work_tile
     # The end, for both consumers
     for i_consumer in gl.static_range(2):
         mbarrier.wait(mbarriers.q_empty.index(i_consumer), (num_done & 1) ^ 1)
@@ -174,7 +176,8 @@ def producer(
 
 @gluon.jit
 def mainloop_step(
-    state, kv_iter, is_last, last_key, num_keys, may_have_nan, buffers, mbarriers, score_scale, S: gl.constexpr,
+    state, kv_iter, is_last, last_key, num_keys, may_have_nan, buffers, mbarriers, score_scale,
+    SCORE_LAYOUT: gl.constexpr,
     MASKED: gl.constexpr,
     I_CONSUMER: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -187,7 +190,7 @@ def mainloop_step(
     stage, prev_stage = kv_iter % STAGES, (kv_iter - 1) % STAGES
     # QK of this key block, PV of the previous one
     mbarrier.wait(k_full.index(stage), (kv_iter // STAGES) & 1)
-    s = start_qk(q, q_pe, k_s.index(stage), kpe_s.index(stage), S)
+    s = start_qk(q, q_pe, k_s.index(stage), kpe_s.index(stage), SCORE_LAYOUT)
     acc_o = warpgroup_mma(unpack_p_16bit(p_packed, v_s.dtype, P), v_s.index(prev_stage), acc_o, is_async=True)
     s = warpgroup_mma_wait(1, [s])
     mbarrier.arrive(k_empty.index(stage), count=1)
@@ -217,14 +220,14 @@ def mainloop_step(
 
 @gluon.jit
 def output_pointers_and_masks(
-    args, tile_info, I_CONSUMER: gl.constexpr, S: gl.constexpr, O: gl.constexpr, DV: gl.constexpr
+    args, tile_info, I_CONSUMER: gl.constexpr, SCORE_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr, DV: gl.constexpr
 ):
     """Returns pointers to a work tile's out, OUT_RESIDUAL and lse; masks of out and lse."""
     strides, q_row, num_queries = args.strides, tile_info.q_row, tile_info.num_rows
     head = tile_info.head.to(gl.int64)
-    o_v = gl.arange(0, DV, gl.SliceLayout(0, O))
-    o_mo = gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, O)) + I_CONSUMER * ROWS_PER_WARPGROUP
-    o_m = gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, S)) + I_CONSUMER * ROWS_PER_WARPGROUP
+    o_v = gl.arange(0, DV, gl.SliceLayout(0, ACC_LAYOUT))
+    o_mo = gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, ACC_LAYOUT)) + I_CONSUMER * ROWS_PER_WARPGROUP
+    o_m = gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, SCORE_LAYOUT)) + I_CONSUMER * ROWS_PER_WARPGROUP
     o_token, o_token_lse = (q_row + o_mo).to(gl.int64), (q_row + o_m).to(gl.int64)
     p_out = args.OUT + o_token[:, None] * strides.out_t + head * strides.out_h + o_v[None, :]
     p_residual = args.OUT_RESIDUAL + (o_token * args.H + head)[:, None] * DV + o_v[None, :]
@@ -234,18 +237,18 @@ def output_pointers_and_masks(
 
 
 @gluon.jit
-def finalize_merge_and_store_output(
-    args, tile_info, acc_o, row_max, row_sum, I_CONSUMER: gl.constexpr, S: gl.constexpr,
-    HAS_PREVIOUS_CHUNK: gl.constexpr, HAS_NEXT_CHUNK: gl.constexpr, HAS_LSE: gl.constexpr,
+def normalize_merge_and_store_output(
+    args, tile_info, acc_o, row_max, row_sum, I_CONSUMER: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
+    MERGE_PREVIOUS_CHUNK: gl.constexpr, STORE_RESIDUAL: gl.constexpr, STORE_LSE: gl.constexpr,
 ):  # fmt: skip
     """Stores a work tile's output, combined with the previous chunk's."""
     O: gl.constexpr = acc_o.type.layout
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
     p_out, p_residual, p_lse, m_out, m_lse = output_pointers_and_masks(
-        args, tile_info, I_CONSUMER, S, O, acc_o.shape[1]
+        args, tile_info, I_CONSUMER, SCORE_LAYOUT, O, acc_o.shape[1]
     )
     # Combine: one row_max and row_sum of this chunk and the previous ones
-    if HAS_PREVIOUS_CHUNK:
+    if MERGE_PREVIOUS_CHUNK:
         # NOTE: an accumulator that does not start at 0 makes ptxas wait after every MMA.
         prev_lse = gl.load(p_lse, mask=m_lse, other=float("-inf")) * LOG2E
         row_max_new = gl.maximum(row_max, prev_lse)
@@ -255,7 +258,7 @@ def finalize_merge_and_store_output(
         row_max = row_max_new
     is_empty = row_sum == 0
     row_sum = gl.where(is_empty, 1.0, row_sum)
-    if HAS_PREVIOUS_CHUNK:
+    if MERGE_PREVIOUS_CHUNK:
         acc_o = acc_o * gl.convert_layout(rescale_new / row_sum, gl.SliceLayout(1, O))[:, None]
         prev_out = gl.load(p_out, mask=m_out, other=0.0).to(gl.float32)
         prev_out += gl.load(p_residual, mask=m_out, other=0.0).to(gl.float32)
@@ -265,9 +268,9 @@ def finalize_merge_and_store_output(
     # Store the output, its rounding error for the next chunk, and LSE
     out = acc_o.to(args.OUT.dtype.element_ty)
     gl.store(p_out, out, mask=m_out)
-    if HAS_NEXT_CHUNK:
+    if STORE_RESIDUAL:
         gl.store(p_residual, (acc_o - out.to(gl.float32)).to(args.OUT_RESIDUAL.dtype.element_ty), mask=m_out)
-    if HAS_LSE:
+    if STORE_LSE:
         gl.store(p_lse, gl.where(is_empty, float("-inf"), (row_max + gl.log2(row_sum)) * LN2), mask=m_lse)
 
 
@@ -276,8 +279,8 @@ def finalize_merge_and_store_output(
 
 @gluon.jit
 def consumer(
-    args, I_CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_PREVIOUS_CHUNK: gl.constexpr,
-    HAS_NEXT_CHUNK: gl.constexpr, HAS_LSE: gl.constexpr,
+    args, I_CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MERGE_PREVIOUS_CHUNK: gl.constexpr,
+    STORE_RESIDUAL: gl.constexpr, STORE_LSE: gl.constexpr,
 ):  # fmt: skip
     """Attends, as one warpgroup, 64 queries of every work tile of this CTA."""
     score_scale, buffers, mbarriers = args.score_scale, args.buffers, args.mbarriers
@@ -362,9 +365,10 @@ def consumer(
             acc_o = warpgroup_mma_wait(0, [acc_o])
             mbarrier.arrive(v_empty.index(prev_stage), count=1)
             # Epilogue, then the softmax of the next work tile
-            finalize_merge_and_store_output(
-                args, finished_tile, acc_o, row_max, row_sum, I_CONSUMER, S, HAS_PREVIOUS_CHUNK, HAS_NEXT_CHUNK, HAS_LSE
-            )
+            normalize_merge_and_store_output(
+                args, finished_tile, acc_o, row_max, row_sum, I_CONSUMER, S, MERGE_PREVIOUS_CHUNK, STORE_RESIDUAL,
+                STORE_LSE,
+            )  # fmt: skip
             acc_o, row_max = init_acc_and_max(S, O, DV)
             p, row_max, _ = softmax_step(s, row_max, last_key - n_start, score_scale, True)
             row_sum = row_sums_by_lane(p)
@@ -383,8 +387,9 @@ def attention_kernel(
     Q, Q_PE_MAP, KV, KPE_MAP, OUT, OUT_RESIDUAL, LSE, WORK_COUNTER, OVERFLOW_FLAG, MAY_HAVE_NAN, CU_SEQLENS_Q,
     CACHE_LENS, CHUNK_ROW_OFFSETS, CACHE_OFFSETS, num_rows, num_m_blocks, H, heads_per_l2_group,
     num_work_tiles, head_stride, score_scale, stride_ot, stride_oh, stride_lt, stride_lh,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_PREVIOUS_CHUNK: gl.constexpr, HAS_NEXT_CHUNK: gl.constexpr,
-    HAS_LSE: gl.constexpr, REGISTERS_PER_THREAD: gl.constexpr, USE_PDL: gl.constexpr, ONLY_IF_OVERFLOWED: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MERGE_PREVIOUS_CHUNK: gl.constexpr, STORE_RESIDUAL: gl.constexpr,
+    STORE_LSE: gl.constexpr, REGISTERS_PER_THREAD: gl.constexpr, USE_PDL: gl.constexpr,
+    ONLY_IF_OVERFLOWED: gl.constexpr,
 ):  # fmt: skip
     """Attends to one chunk, persistent and warp-specialised. ONLY_IF_OVERFLOWED: only if OVERFLOW_FLAG is not 0."""
     DN: gl.constexpr = KV.block_shape[1]
@@ -419,9 +424,9 @@ def attention_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (consumer, (consumer_args, 0, BLOCK_N, STAGES, HAS_PREVIOUS_CHUNK, HAS_NEXT_CHUNK, HAS_LSE)),
-            (consumer, (consumer_args, 1, BLOCK_N, STAGES, HAS_PREVIOUS_CHUNK, HAS_NEXT_CHUNK, HAS_LSE)),
-            (producer, (tensor_maps, work_queue, buffers, mbarriers, BLOCK_N, STAGES, HAS_PREVIOUS_CHUNK)),
+            (consumer, (consumer_args, 0, BLOCK_N, STAGES, MERGE_PREVIOUS_CHUNK, STORE_RESIDUAL, STORE_LSE)),
+            (consumer, (consumer_args, 1, BLOCK_N, STAGES, MERGE_PREVIOUS_CHUNK, STORE_RESIDUAL, STORE_LSE)),
+            (producer, (tensor_maps, work_queue, buffers, mbarriers, BLOCK_N, STAGES, MERGE_PREVIOUS_CHUNK)),
         ],
         [4, 1], [REGISTERS_PER_THREAD, 24],
     )  # fmt: skip
@@ -478,7 +483,7 @@ def attention_args_without_tensor_maps(
         "heads_per_l2_group": choose_heads_per_l2_group(num_rows, f.q.dtype.itemsize, requests, dims),
         "num_work_tiles": requests * num_m_blocks * dims.heads,
         "head_stride": f.q.stride[1], "score_scale": f.softmax_scale * math.log2(math.e),
-        "stride_lt": lse_strides[0], "stride_lh": lse_strides[1], "HAS_LSE": lse != "out",
+        "stride_lt": lse_strides[0], "stride_lh": lse_strides[1], "STORE_LSE": lse != "out",
     }  # fmt: skip
 
 
@@ -502,8 +507,8 @@ def make_attention_launch(
         **tensor_args(OUT_RESIDUAL="OUT_RESIDUAL" if several_chunks else "out", WORK_COUNTER="WORK_COUNTER"),
         # read only if needed
         "OVERFLOW_FLAG": TensorArg("WORK_COUNTER", row=OVERFLOWED if only_if_overflowed else 0),
-        "BLOCK_N": BLOCK_N, "STAGES": STAGES, "HAS_PREVIOUS_CHUNK": has_previous_chunk,
-        "HAS_NEXT_CHUNK": has_next_chunk, "REGISTERS_PER_THREAD": REGISTERS,
+        "BLOCK_N": BLOCK_N, "STAGES": STAGES, "MERGE_PREVIOUS_CHUNK": has_previous_chunk,
+        "STORE_RESIDUAL": has_next_chunk, "REGISTERS_PER_THREAD": REGISTERS,
         "USE_PDL": use_pdl, "ONLY_IF_OVERFLOWED": only_if_overflowed,
     }  # fmt: skip
     grid = (min(arguments["num_work_tiles"], num_sms),)

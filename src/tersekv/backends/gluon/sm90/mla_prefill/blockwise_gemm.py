@@ -103,9 +103,9 @@ def producer(A, W, num_m_blocks, num_tiles, buffers, mbarriers, K_BLOCKS: gl.con
 
 
 @gluon.jit
-def start_mma_of_weight_row_half(a, w, I_HALF: gl.constexpr, ACC: gl.constexpr):
+def start_mma_of_weight_row_half(a, w, I_HALF: gl.constexpr, ACC_LAYOUT: gl.constexpr):
     """Starts the MMA of 128 columns of latents with half of the panel's rows."""
-    zero = gl.full([ROWS_PER_WARPGROUP, HALF_BLOCK_N], 0.0, gl.float32, ACC)
+    zero = gl.full([ROWS_PER_WARPGROUP, HALF_BLOCK_N], 0.0, gl.float32, ACC_LAYOUT)
     return warpgroup_mma(
         a, w.slice(I_HALF * HALF_BLOCK_N, HALF_BLOCK_N).permute((1, 0)), zero, use_acc=False, is_async=True
     )

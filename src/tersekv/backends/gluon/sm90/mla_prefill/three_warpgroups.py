@@ -99,7 +99,7 @@ def acquire_and_copy_v_key_half(tensor_maps, kv_row, o_column, v_iter, buffers, 
 
 
 @gluon.jit
-def producer(tensor_maps, queue, buffers, mbarriers):
+def producer(tensor_maps, work_queue, buffers, mbarriers):
     """Takes work tiles, longest first; copies their key blocks from the last to the first. num_n_blocks −1: the end."""
     k_full, k_empty = mbarriers.k_full, mbarriers.k_empty
     DN: gl.constexpr = buffers.q.shape[2]
@@ -107,10 +107,12 @@ def producer(tensor_maps, queue, buffers, mbarriers):
     i_work_tile = gl.program_id(0)
     num_done = 0  # work tiles published
     kv_iter = 0  # key blocks copied
-    while i_work_tile < queue.num_work_tiles:
+    while i_work_tile < work_queue.num_work_tiles:
         # Tile scheduler: the request, head and queries of this work tile
-        i_request, head, m_block = work_tile_coords(i_work_tile, queue.num_m_blocks, queue.H, queue.heads_per_l2_group)
-        request = load_request_shape(queue, i_request)
+        i_request, head, m_block = work_tile_coords(
+            i_work_tile, work_queue.num_m_blocks, work_queue.H, work_queue.heads_per_l2_group
+        )
+        request = load_request_shape(work_queue, i_request)
         q_begin, num_queries, num_keys, chunk_row = (
             request.q_begin, request.num_queries, request.num_keys, request.chunk_row,
         )  # fmt: skip
@@ -151,11 +153,11 @@ def producer(tensor_maps, queue, buffers, mbarriers):
                         )  # fmt: skip
                         mbarrier.expect(q_full_barrier, ROWS_PER_WARPGROUP * (DN + R) * 2)
                         tma_load(
-                            tensor_maps.Q, [q_row, head * queue.head_stride], q_full_barrier,
+                            tensor_maps.Q, [q_row, head * work_queue.head_stride], q_full_barrier,
                             buffers.q.index(i_consumer),
                         )  # fmt: skip
                         tma_load(
-                            tensor_maps.Q_PE_MAP, [q_row, head * queue.head_stride + DN], q_full_barrier,
+                            tensor_maps.Q_PE_MAP, [q_row, head * work_queue.head_stride + DN], q_full_barrier,
                             buffers.q_pe.index(i_consumer),
                         )  # fmt: skip
                 acquire_and_copy_v_key_half(tensor_maps, kv_row, o_column + DN, 2 * kv_iter, buffers, mbarriers)
@@ -163,7 +165,7 @@ def producer(tensor_maps, queue, buffers, mbarriers):
                 kv_row -= BLOCK_N
             num_done += 1
         # No earlier: the CTA that is done first takes the next work tile.
-        find_work_tile_at_block = gl.atomic_add(queue.WORK_COUNTER, 1, sem="relaxed") + gl.num_programs(0)
+        find_work_tile_at_block = gl.atomic_add(work_queue.WORK_COUNTER, 1, sem="relaxed") + gl.num_programs(0)
         if has_work:
             acquire_and_copy_v_key_half(
                 tensor_maps, chunk_row + HALF_BLOCK_N, o_column + DN, 2 * kv_iter - 1, buffers, mbarriers
@@ -181,7 +183,8 @@ def producer(tensor_maps, queue, buffers, mbarriers):
 
 @gluon.jit
 def mainloop_step(
-    state, kv_iter, is_last, last_key, num_keys, may_have_nan, buffers, mbarriers, score_scale, S: gl.constexpr,
+    state, kv_iter, is_last, last_key, num_keys, may_have_nan, buffers, mbarriers, score_scale,
+    SCORE_LAYOUT: gl.constexpr,
     MASKED: gl.constexpr,
     I_CONSUMER: gl.constexpr,
 ):  # fmt: skip
@@ -191,13 +194,13 @@ def mainloop_step(
     )  # fmt: skip
     k_full, k_empty, v_full, v_empty = mbarriers.k_full, mbarriers.k_empty, mbarriers.v_full, mbarriers.v_empty
     acc_o, row_max, row_sum = state
-    COLUMNS: gl.constexpr = S.instr_shape[1]
+    COLUMNS: gl.constexpr = SCORE_LAYOUT.instr_shape[1]
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_o.type.layout, k_width=2)
     stage = kv_iter % STAGES_K
     # QK
     mbarrier.wait(k_full.index(stage), (kv_iter // STAGES_K) & 1)
     k, k_pe = k_s.index(stage).slice(0, COLUMNS), kpe_s.index(stage).slice(0, COLUMNS)
-    s = warpgroup_mma_wait(0, [start_qk(q, q_pe, k, k_pe, S)])
+    s = warpgroup_mma_wait(0, [start_qk(q, q_pe, k, k_pe, SCORE_LAYOUT)])
     mbarrier.arrive(k_empty.index(stage), count=1)
     mbarrier.arrive(mbarriers.q_empty.index(I_CONSUMER), count=1, pred=is_last)
     first_v_stage = 2 * kv_iter % STAGES_V
@@ -206,7 +209,7 @@ def mainloop_step(
     # Mask and online softmax; without a mask row_max is kept
     if MASKED:
         M: gl.constexpr = row_max.type.layout
-        SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, S)
+        SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, SCORE_LAYOUT)
         p, row_max, rescale = softmax_step(
             s, gl.convert_layout(row_max, SCORE_ROWS), gl.convert_layout(last_key, SCORE_ROWS), score_scale, True
         )
@@ -257,7 +260,7 @@ def wait_and_release_tiles_unread(kv_iter, num_tiles, mbarriers):
 
 
 @gluon.jit
-def store_output_lse_and_flag_overflow(args, tile_info, state, I_CONSUMER: gl.constexpr, HAS_LSE: gl.constexpr):
+def store_output_lse_and_flag_overflow(args, tile_info, state, I_CONSUMER: gl.constexpr, STORE_LSE: gl.constexpr):
     """Stores a work tile's output, and sets OVERFLOW_FLAG where it overflowed."""
     OUT, strides, q_row, first_valid_row = args.OUT, args.strides, tile_info.q_row, tile_info.num_rows
     acc_o, row_max, row_sum = state
@@ -281,7 +284,7 @@ def store_output_lse_and_flag_overflow(args, tile_info, state, I_CONSUMER: gl.co
     out = acc_o * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, O))[:, None]
     p_out = OUT + (q_row + o_mo).to(gl.int64)[:, None] * strides.out_t + head * strides.out_h + o_v[None, :]
     gl.store(p_out, out.to(OUT.dtype.element_ty), mask=(o_mo >= first_valid_row)[:, None] & (o_v >= 0)[None, :])
-    if HAS_LSE:
+    if STORE_LSE:
         p_lse = args.LSE + (q_row + o_m).to(gl.int64) * strides.lse_t + head * strides.lse_h
         gl.store(
             p_lse, gl.where(is_empty, float("-inf"), (row_max + gl.log2(row_sum)) * LN2), mask=o_m >= first_valid_row
@@ -292,7 +295,7 @@ def store_output_lse_and_flag_overflow(args, tile_info, state, I_CONSUMER: gl.co
 
 
 @gluon.jit
-def consumer(args, I_CONSUMER: gl.constexpr, HAS_LSE: gl.constexpr):
+def consumer(args, I_CONSUMER: gl.constexpr, STORE_LSE: gl.constexpr):
     """Attends, as one warpgroup, 64 queries of every work tile of this CTA."""
     score_scale, buffers, mbarriers = args.score_scale, args.buffers, args.mbarriers
     DV: gl.constexpr = buffers.v.shape[2]
@@ -360,7 +363,7 @@ def consumer(args, I_CONSUMER: gl.constexpr, HAS_LSE: gl.constexpr):
                 kv_iter += 1
             # Epilogue
             store_output_lse_and_flag_overflow(
-                args, tile_info, SoftmaxState(acc_o, row_max, row_sum), I_CONSUMER, HAS_LSE
+                args, tile_info, SoftmaxState(acc_o, row_max, row_sum), I_CONSUMER, STORE_LSE
             )
 
 
@@ -372,7 +375,7 @@ def attention_three_warpgroups_kernel(
     Q, Q_PE_MAP, KEYS, VALUES, KPE_MAP, OUT, LSE, WORK_COUNTER, OVERFLOW_FLAG, MAY_HAVE_NAN, CU_SEQLENS_Q, CACHE_LENS,
     CHUNK_ROW_OFFSETS, CACHE_OFFSETS, num_rows, num_m_blocks, H, heads_per_l2_group,
     num_work_tiles, head_stride, score_scale, stride_ot, stride_oh, stride_lt, stride_lh,
-    HAS_LSE: gl.constexpr, REGISTERS_PER_THREAD: gl.constexpr, USE_PDL: gl.constexpr,
+    STORE_LSE: gl.constexpr, REGISTERS_PER_THREAD: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """Attends to the only chunk, as a persistent warp-specialised kernel."""
     DN: gl.constexpr = KEYS.block_shape[1]
@@ -409,9 +412,9 @@ def attention_three_warpgroups_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (consumer, (consumer_args, 0, HAS_LSE)),
-            (consumer, (consumer_args, 1, HAS_LSE)),
-            (consumer, (consumer_args, 2, HAS_LSE)),
+            (consumer, (consumer_args, 0, STORE_LSE)),
+            (consumer, (consumer_args, 1, STORE_LSE)),
+            (consumer, (consumer_args, 2, STORE_LSE)),
             (producer, (tensor_maps, work_queue, buffers, mbarriers)),
         ],
         [4, 4, 1], [REGISTERS_PER_THREAD, REGISTERS_PER_THREAD, 24],

@@ -146,14 +146,17 @@ def work_tile_coords(i_work_tile, num_m_blocks, H, heads_per_l2_group):
 
 
 @gluon.jit
-def load_request_shape(queue, i_request):
+def load_request_shape(work_queue, i_request):
     """Loads the RequestShape of a request."""
-    q_begin = gl.load(queue.CU_SEQLENS_Q + i_request).to(gl.int32)
-    num_queries = gl.load(queue.CU_SEQLENS_Q + i_request + 1).to(gl.int32) - q_begin
-    chunk_row = gl.load(queue.CHUNK_ROW_OFFSETS + i_request).to(gl.int32)
-    num_keys = gl.minimum(gl.load(queue.CHUNK_ROW_OFFSETS + i_request + 1).to(gl.int32), queue.num_rows) - chunk_row
+    q_begin = gl.load(work_queue.CU_SEQLENS_Q + i_request).to(gl.int32)
+    num_queries = gl.load(work_queue.CU_SEQLENS_Q + i_request + 1).to(gl.int32) - q_begin
+    chunk_row = gl.load(work_queue.CHUNK_ROW_OFFSETS + i_request).to(gl.int32)
+    num_keys = (
+        gl.minimum(gl.load(work_queue.CHUNK_ROW_OFFSETS + i_request + 1).to(gl.int32), work_queue.num_rows) - chunk_row
+    )
     causal_offset = (
-        gl.load(queue.CACHE_LENS + i_request).to(gl.int64) - gl.load(queue.CACHE_OFFSETS + i_request).to(gl.int64)
+        gl.load(work_queue.CACHE_LENS + i_request).to(gl.int64)
+        - gl.load(work_queue.CACHE_OFFSETS + i_request).to(gl.int64)
     ).to(gl.int32)
     return RequestShape(q_begin, num_queries, chunk_row, num_keys, causal_offset)
 
@@ -162,9 +165,9 @@ def load_request_shape(queue, i_request):
 
 
 @gluon.jit
-def start_qk(q, q_pe, k, k_pe, S: gl.constexpr):
+def start_qk(q, q_pe, k, k_pe, SCORE_LAYOUT: gl.constexpr):
     """Starts q · [k | k_pe]ᵀ; returns the scores in flight."""
-    zero = gl.full([q.shape[0], k.shape[0]], 0.0, gl.float32, S)
+    zero = gl.full([q.shape[0], k.shape[0]], 0.0, gl.float32, SCORE_LAYOUT)
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     return warpgroup_mma(q_pe, k_pe.permute((1, 0)), s, is_async=True)
 
@@ -199,7 +202,7 @@ def any_nonzero(FLAGS, num_flags):
 
 
 @gluon.jit
-def init_acc_and_max(S: gl.constexpr, O: gl.constexpr, DV: gl.constexpr):
+def init_acc_and_max(SCORE_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr, DV: gl.constexpr):
     """Returns (acc_o, row_max) before a work tile's first key block."""
-    row_max = gl.full([ROWS_PER_WARPGROUP], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-    return gl.full([ROWS_PER_WARPGROUP, DV], 0.0, gl.float32, O), row_max
+    row_max = gl.full([ROWS_PER_WARPGROUP], float("-inf"), gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
+    return gl.full([ROWS_PER_WARPGROUP, DV], 0.0, gl.float32, ACC_LAYOUT), row_max

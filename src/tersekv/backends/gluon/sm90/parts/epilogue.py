@@ -15,7 +15,7 @@ def cast_output(x, OUT, cfg: gl.constexpr):
 
 
 @gluon.jit
-def finalize_softmax(row_max, row_sum, v_scale, SINKS, heads, m_row, cfg: gl.constexpr):
+def compute_acc_scale_and_lse(row_max, row_sum, v_scale, SINKS, heads, m_row, cfg: gl.constexpr):
     """Returns (acc_scale, LSE in natural log) of rows with a base-2 row_max and row_sum, and with the sinks of query
     heads, if any: each is one more score, of a value 0."""
     not_empty = row_sum != 0  # true for NaN

@@ -46,7 +46,7 @@ def is_visible_in_block(n_block, mask_args, NUM_ROWS: gl.constexpr, LAYOUT: gl.c
 
 
 @gluon.jit
-def valid_keys_mask(o_n, num_keys, num_q_rows, cfg: gl.constexpr):
+def keys_visible_to_any_row_mask(o_n, num_keys, num_q_rows, cfg: gl.constexpr):
     """Returns which keys some row may see; slots behind every row's window may have been freed, with their pages."""
     valid = o_n < num_keys
     if cfg.WINDOW > 0:

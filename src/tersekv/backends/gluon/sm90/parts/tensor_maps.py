@@ -159,7 +159,7 @@ class TensorMapSpec(NamedTuple):
         """Returns the bytes from one copy to the next in the ring."""
         return align_smem_bytes(self.nbytes())
 
-    def if_tma_can_copy(self) -> TensorMapSpec | None:
+    def self_or_none_if_tma_cannot_copy(self) -> TensorMapSpec | None:
         """Returns itself, or None if the engine cannot copy its tiles."""
         why_not = why_no_tensor_map(
             self.shape, self.strides, self.box, self.view.itemsize, self.swizzle, self.smem_pitch()
@@ -220,7 +220,7 @@ def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, head_dim_par
         strides = [n * token_stride, padded_heads * packed, packed - shift, token_stride, 1]
         return TensorMapSpec(
             shape, strides, box, swizzle, torch.int16, rows_per_page, padded_heads=padded_heads
-        ).if_tma_can_copy()
+        ).self_or_none_if_tma_cannot_copy()
     if s_h * size % 16:
         return None
     inner_strides, box = (
@@ -233,13 +233,13 @@ def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, head_dim_par
         shape, strides = [rows // n, heads // head_dim_parts, head_dim_parts, n, packed], [*inner_strides]
         strides.insert(2, packed)
         box[1:2] = heads_per_cta // head_dim_parts, head_dim_parts
-        return TensorMapSpec(shape, strides, box, swizzle, torch.int16, rows_per_page).if_tma_can_copy()
+        return TensorMapSpec(shape, strides, box, swizzle, torch.int16, rows_per_page).self_or_none_if_tma_cannot_copy()
     if flat:
         return TensorMapSpec(
             [rows // n, heads, n, packed], inner_strides, box, swizzle, torch.int16, rows_per_page
-        ).if_tma_can_copy()
+        ).self_or_none_if_tma_cannot_copy()
     shape, strides = [pages, slots // n, heads, n, packed], [s_p * size // 2, *inner_strides]
-    return TensorMapSpec(shape, strides, [1, *box], swizzle, torch.int16, 0).if_tma_can_copy()
+    return TensorMapSpec(shape, strides, [1, *box], swizzle, torch.int16, 0).self_or_none_if_tma_cannot_copy()
 
 
 def _heads_per_padded_row_and_word_shift(row_bytes: int, heads: int) -> tuple[int, int]:
@@ -281,11 +281,11 @@ def scale_map_spec(
     scale_cache: Any, heads_per_cta: int, keys_per_copy: int, has_block_scales: bool
 ) -> TensorMapSpec | None:
     """Returns the spec of stored scales; None: they cannot be copied, or copies of 8 keys would not be adjacent."""
-    spec = _scale_map_spec_unchecked(scale_cache, heads_per_cta, keys_per_copy, has_block_scales)
+    spec = _scale_map_spec_without_adjacency_check(scale_cache, heads_per_cta, keys_per_copy, has_block_scales)
     return None if spec is None or (keys_per_copy < MMA_KEYS and spec.smem_pitch() > spec.nbytes()) else spec
 
 
-def _scale_map_spec_unchecked(
+def _scale_map_spec_without_adjacency_check(
     scale_cache: Any, heads_per_cta: int, keys_per_copy: int, has_block_scales: bool
 ) -> TensorMapSpec | None:
     """Returns the spec of stored scales, 4-byte words: [rows / 16, 16, heads] with adjacent heads, or [slots / 16,
@@ -304,18 +304,20 @@ def _scale_map_spec_unchecked(
         box, strides, rows_per_page = [keys_per_copy // n, n, heads_per_cta * words], [n * s_s, s_s, 1], s_p // s_s
         rows = (pages - 1) * rows_per_page + slots
         if s_p % (n * s_s) == 0 and rows < 2**31:
-            return TensorMapSpec([rows // n, n, heads * words], strides, box, 0, dtype, rows_per_page).if_tma_can_copy()
+            return TensorMapSpec(
+                [rows // n, n, heads * words], strides, box, 0, dtype, rows_per_page
+            ).self_or_none_if_tma_cannot_copy()
         shape = [pages, slots // n, n, heads * words]
-        return TensorMapSpec(shape, [s_p, *strides], [1, *box], 0, dtype, 0).if_tma_can_copy()
+        return TensorMapSpec(shape, [s_p, *strides], [1, *box], 0, dtype, 0).self_or_none_if_tma_cannot_copy()
     if s_s == words:
         outer = s_p if heads == 1 else s_h
         box, strides = [keys_per_copy // n, heads_per_cta, n * words], [n * words, outer, 1]
         rows = (pages - 1) * (s_p // max(outer, 1)) + heads
         if outer and s_p % outer == 0 and rows < 2**31:
             shape = [slots // n, rows, n * words]
-            return TensorMapSpec(shape, strides, box, 0, dtype, s_p // outer, False).if_tma_can_copy()
+            return TensorMapSpec(shape, strides, box, 0, dtype, s_p // outer, False).self_or_none_if_tma_cannot_copy()
         shape = [pages, slots // n, heads, n * words]
-        return TensorMapSpec(shape, [s_p, *strides], [1, *box], 0, dtype, 0, False).if_tma_can_copy()
+        return TensorMapSpec(shape, [s_p, *strides], [1, *box], 0, dtype, 0, False).self_or_none_if_tma_cannot_copy()
     if (
         heads_are_adjacent and s_s == heads * words and heads_per_cta == heads
     ):  # too few heads for rows of 16 bytes: one row of 16 keys
@@ -323,7 +325,7 @@ def _scale_map_spec_unchecked(
         shape = [pages, slots // n, 1, keys_row]
         return TensorMapSpec(
             shape, [s_p, keys_row, keys_row, 1], [1, keys_per_copy // n, 1, keys_row], 0, dtype, 0
-        ).if_tma_can_copy()
+        ).self_or_none_if_tma_cannot_copy()
     return None
 
 

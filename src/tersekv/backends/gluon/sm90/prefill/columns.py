@@ -17,10 +17,10 @@ from .mainloop import (
     consumer,
     consumer_new_kv,
     init_acc,
-    output_rows,
     release_half_of_v,
     smem_column_half_of_v,
     store_output_columns,
+    tokens_heads_and_mask_of_output_rows,
     view_stages_as,
     wait_half_of_v_and_zero_oob_rows,
 )
@@ -66,7 +66,10 @@ def wait_acc_scale_and_store_second_column_half(OUT, acc_o, work_tile, shared_p,
     acc_scale = shared_p.acc_scales.load(ROW)
     thread_barrier()  # one thread releases it for all
     mbarrier.arrive(shared_p.acc_empty_barrier.index(0))
-    store_output_columns(OUT, acc_o, acc_scale, output_rows(work_tile, 0, ROW, cfg), strides, cfg.ACC_COLUMNS, cfg)
+    store_output_columns(
+        OUT, acc_o, acc_scale, tokens_heads_and_mask_of_output_rows(work_tile, 0, ROW, cfg), strides, cfg.ACC_COLUMNS,
+        cfg,
+    )  # fmt: skip
 
 
 @gluon.jit

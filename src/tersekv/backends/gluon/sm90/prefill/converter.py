@@ -401,31 +401,33 @@ def transpose_v_tile_and_zero_oob_keys(
 
 
 @gluon.jit
-def dequant_k_tile_by_parts(stored_scales, code_stages, stages, k_scales, stage, iter, code_iter, cfg: gl.constexpr):
-    """Does `dequant_tile_to_16bit` for the parts of a K tile. k_scales: its token scales; stage: of its other scales"""
+def dequant_k_tile_by_parts(
+    stored_scales, code_stages, stages, k_token_scales, scale_stage, iter, code_iter, cfg: gl.constexpr
+):
+    """Does `dequant_tile_to_16bit` for the parts of a K tile. scale_stage: of its scales, except k_token_scales"""
     PARTS: gl.constexpr = cfg.K_PARTS
     for part in range(PARTS):
-        scales = stored_scales.row_scales_smem.index(stage)
+        scales = stored_scales.row_scales_smem.index(scale_stage)
         if cfg.K.BLOCK_SCALES:
-            scales = stored_scales.k_block_scales_smem.index(stage * PARTS + part)
+            scales = stored_scales.k_block_scales_smem.index(scale_stage * PARTS + part)
         dequant_tile_to_16bit(code_stages, stages, scales, iter * PARTS + part, code_iter * PARTS + part, 0, 0, False,
-                              (stored_scales.k_scales_smem, k_scales, iter), False, cfg)  # fmt: skip
+                              (stored_scales.k_scales_smem, k_token_scales, iter), False, cfg)  # fmt: skip
 
 
 @gluon.jit
 def dequant_v_tile_by_parts(
-    stored_scales, code_stages, stages, stage, iter, code_iter, key_begin, key_end, cfg: gl.constexpr
+    stored_scales, code_stages, stages, scale_stage, iter, code_iter, key_begin, key_end, cfg: gl.constexpr
 ):  # fmt: skip
     """Does `dequant_tile_to_16bit` for the parts of a V tile.
 
-    stage: of its scales; key_begin, key_end: of its valid rows
+    scale_stage: of its scales; key_begin, key_end: of its valid rows
     """
     PARTS: gl.constexpr = cfg.V_PARTS
     is_edge = (key_begin > 0) | (key_end < cfg.BLOCK_N)
     for part in range(PARTS):
-        scales = stored_scales.row_scales_smem.index(stage)
+        scales = stored_scales.row_scales_smem.index(scale_stage)
         if cfg.V.BLOCK_SCALES:
-            scales = stored_scales.v_block_scales_smem.index(stage * PARTS + part)
+            scales = stored_scales.v_block_scales_smem.index(scale_stage * PARTS + part)
         dequant_tile_to_16bit(code_stages, stages, scales, iter * PARTS + part, code_iter * PARTS + part, key_begin,
                               key_end, is_edge, (stored_scales.k_scales_smem, 0, iter), True, cfg)  # fmt: skip
 

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...versions import reinterpret, thread_barrier
-from ..parts.epilogue import cast_output, finalize_softmax
+from ..parts.epilogue import cast_output, compute_acc_scale_and_lse
 from ..parts.hadamard import RotationTensors, unrotate_and_scale_acc_rows, unscale_and_rotate_new_v_acc_rows
 from ..parts.online_softmax import (
     FP8RowMax,
@@ -233,16 +233,16 @@ def load_tile_v_scale(stored_scales, iter, cfg: gl.constexpr):
 
 @gluon.jit
 def softmax_step_with_row_sums(
-    s, row_max, mask_args, n_start, score_scales, tile_scale, softcap, MASKED: gl.constexpr, cfg: gl.constexpr
-):
+    s, row_max, mask_args, n_start, score_scales, tile_v_scale, softcap, MASKED: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
     """Returns (P in fp32, row sums per lane, row_max, rescale) of a tile of scores."""
     p, row_max, rescale = softmax_step_with_row_scales(
         s, row_max, mask_args.causal_limit - n_start, mask_args.key_begin - n_start, mask_args.key_end - n_start,
-        score_scales, tile_scale.log2_v_scale, softcap, MASKED, cfg
+        score_scales, tile_v_scale.log2_v_scale, softcap, MASKED, cfg
     )  # fmt: skip
     p_sums = row_sums_by_lane(p)
     if cfg.V.TOKEN_SCALES:
-        p_sums = p_sums * tile_scale.inv_v_scale
+        p_sums = p_sums * tile_v_scale.inv_v_scale
     return p, p_sums, row_max, rescale
 
 
@@ -479,7 +479,7 @@ def init_acc_and_max(cfg: gl.constexpr):
 
 @gluon.jit
 def first_softmax_step(
-    s, acc_and_max, mask_args, n_start, score_scales, tile_scale, softcap, shared_p, iter, DTYPE: gl.constexpr,
+    s, acc_and_max, mask_args, n_start, score_scales, tile_v_scale, softcap, shared_p, iter, DTYPE: gl.constexpr,
     cfg: gl.constexpr, ENABLED=True,
 ):  # fmt: skip
     """Returns the softmax state after a work tile's first scores."""
@@ -487,7 +487,7 @@ def first_softmax_step(
     if cfg.FP8_PV:
         row_max = FP8RowMax(row_max, row_max)
     p, p_sums, row_max, rescale = softmax_step_with_row_sums(
-        s, row_max, mask_args, n_start, score_scales, tile_scale, softcap, True, cfg
+        s, row_max, mask_args, n_start, score_scales, tile_v_scale, softcap, True, cfg
     )
     if cfg.COLUMN_SPLIT:  # noqa: SIM102 - known to the compiler, unlike the other
         if ENABLED:
@@ -518,7 +518,7 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
             )
         acc_o = start_pv(state, v_stages, iter - 1, cfg)
     warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg)
-    tile_scale = load_tile_v_scale(stored_scales, code_iter, cfg)
+    tile_v_scale = load_tile_v_scale(stored_scales, code_iter, cfg)
     k_scales = load_k_scales(stored_scales, iter, cfg)
     s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
     # Release K, and Q after the last block.
@@ -530,7 +530,7 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
         wait_v_and_zero_oob_rows(v_stages, iter - 1, mask_args, n_start, False, False, cfg)
     # Mask and online softmax.
     p, p_sums, row_max, rescale = softmax_step_with_row_sums(
-        s, state.row_max, mask_args, n_start, score_scales, tile_scale, softcap, MASKED, cfg
+        s, state.row_max, mask_args, n_start, score_scales, tile_v_scale, softcap, MASKED, cfg
     )
     L: gl.constexpr = gl.SliceLayout(1, state.row_sum.type.layout)
     row_sum = state.row_sum * gl.convert_layout(rescale, L)[:, None] + p_sums
@@ -604,9 +604,9 @@ def load_v_out_scale(work_tile, call_scales, cfg: gl.constexpr):
 
 
 @gluon.jit
-def output_rows(work_tile, I_TILE: gl.constexpr, ROW: gl.constexpr, cfg: gl.constexpr):
+def tokens_heads_and_mask_of_output_rows(work_tile, I_TILE: gl.constexpr, ROW_LAYOUT: gl.constexpr, cfg: gl.constexpr):
     """Returns (tokens, query heads, row exists) of 64 rows of a work tile."""
-    o_r = I_TILE * ROWS_PER_WARPGROUP + gl.arange(0, ROWS_PER_WARPGROUP, ROW)
+    o_r = I_TILE * ROWS_PER_WARPGROUP + gl.arange(0, ROWS_PER_WARPGROUP, ROW_LAYOUT)
     token = o_r // cfg.HEADS_PER_TILE
     m_row = token < work_tile.num_tokens_left
     q_heads = (work_tile.head_tile * cfg.HEADS_PER_TILE + o_r % cfg.HEADS_PER_TILE).to(gl.int64)
@@ -632,8 +632,8 @@ def store_output_and_lse(
     ROW: gl.constexpr = gl.SliceLayout(1, state.acc_o.type.layout)
     row_max = gl.convert_layout(state.row_max, ROW)
     row_sum = gl.convert_layout(gl.sum(state.row_sum, 1), ROW)
-    tokens, q_heads, m_row = output_rows(work_tile, I_CONSUMER, ROW, cfg)
-    acc_scale, lse = finalize_softmax(row_max, row_sum, v_scale, SINKS, q_heads, m_row, cfg)
+    tokens, q_heads, m_row = tokens_heads_and_mask_of_output_rows(work_tile, I_CONSUMER, ROW, cfg)
+    acc_scale, lse = compute_acc_scale_and_lse(row_max, row_sum, v_scale, SINKS, q_heads, m_row, cfg)
     if cfg.COLUMN_SPLIT:
         store_acc_scale_for_second_consumer(shared_p, acc_scale, num_done)
     store_output_columns(OUT, state.acc_o, acc_scale, (tokens, q_heads, m_row), strides, 0, cfg)
@@ -682,12 +682,12 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
         warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg)
         k_scales = load_k_scales(stored_scales, iter, cfg)
         s = apply_k_scales(warpgroup_mma_wait(0, [s]), k_scales, cfg)
-        tile_scale = load_tile_v_scale(stored_scales, iter, cfg)
+        tile_v_scale = load_tile_v_scale(stored_scales, iter, cfg)
         release_k(k_stages, iter, cfg)
         mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=work_tile.num_n_blocks == 1)
         state = first_softmax_step(
-            s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_scale, softcap, shared_p, iter, V, cfg
-        )
+            s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_v_scale, softcap, shared_p, iter, V, cfg,
+        )  # fmt: skip
         if not cfg.COLUMN_SPLIT:
             wait_v_and_zero_oob_rows(
                 v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID, cfg
@@ -719,7 +719,7 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
                     wait_last_half_of_v_and_zero_oob_rows(v_stages, iter - 1, finished_tile, cfg)
                 acc_o = start_pv(state, v_stages, iter - 1, cfg)
             warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg, has_next)
-            tile_scale = load_tile_v_scale(stored_scales, iter, cfg)
+            tile_v_scale = load_tile_v_scale(stored_scales, iter, cfg)
             k_scales = load_k_scales(stored_scales, iter, cfg)
             s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
             release_k(k_stages, iter, cfg, has_next)
@@ -741,7 +741,8 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
             )  # fmt: skip
             # Mask and softmax of the next work tile's first block.
             state = first_softmax_step(
-                s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_scale, softcap, shared_p, iter, V, cfg,
+                s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_v_scale, softcap, shared_p, iter, V,
+                cfg,
                 has_next,
             )  # fmt: skip
             if not cfg.COLUMN_SPLIT:
@@ -778,7 +779,7 @@ def load_score_and_v_scale_of_cached_kv(work_tile, call_scales, cfg: gl.constexp
 
 
 @gluon.jit
-def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales, v_unit, call_scales, kv_head,
+def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales, cached_v_scale, call_scales, kv_head,
                                 q_stages, k_stages, v_stages, new_v_stages, shared_p, new_tile, iter, code_iter,
                                 n_start, is_last, I_CONSUMER: gl.constexpr, cfg: gl.constexpr,
                                 new_cfg: gl.constexpr):  # fmt: skip
@@ -789,20 +790,20 @@ def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales
     if cfg.COLUMN_SPLIT:
         wait_last_half_of_v_and_zero_oob_rows(new_v_stages, iter - 1, new_tile, new_cfg)
     acc_o = start_pv(state, new_v_stages, iter - 1, new_cfg)
-    tile_scale = load_tile_v_scale(stored_scales, code_iter, cfg)
+    tile_v_scale = load_tile_v_scale(stored_scales, code_iter, cfg)
     k_scales = load_k_scales(stored_scales, iter, cfg)
     s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
     release_k(k_stages, iter, cfg)
     mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=is_last)
     # Mask and online softmax.
     p, p_sums, row_max, rescale = softmax_step_with_row_sums(
-        s, state.row_max, mask_args, n_start, score_scales, tile_scale, call_scales.softcap, True, cfg
+        s, state.row_max, mask_args, n_start, score_scales, tile_v_scale, call_scales.softcap, True, cfg
     )
     row_sum = state.row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, state.row_sum.type.layout))[:, None] + p_sums
     p_packed = pack_p_16bit(p, v_stages.tiles.dtype)
     ZERO_INVALID: gl.constexpr = not cfg.CONVERTS_KV
     if cfg.COLUMN_SPLIT:
-        store_p_and_rescale_for_second_consumer(shared_p, p, rescale / v_unit, iter, v_stages.tiles.dtype)
+        store_p_and_rescale_for_second_consumer(shared_p, p, rescale / cached_v_scale, iter, v_stages.tiles.dtype)
     else:
         wait_v_and_zero_oob_rows(
             v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID, cfg
@@ -810,7 +811,7 @@ def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales
     # Finish PV, release V, rescale acc_o and divide it by the cached V scale.
     acc_o = warpgroup_mma_wait(0, [acc_o])
     release_v(v_stages, prev_stage, cfg)
-    acc_o = acc_o * gl.convert_layout(rescale / v_unit, gl.SliceLayout(1, acc_o.type.layout))[:, None]
+    acc_o = acc_o * gl.convert_layout(rescale / cached_v_scale, gl.SliceLayout(1, acc_o.type.layout))[:, None]
     if cfg.V_ROTATION.ENABLED:
         acc_o = unscale_and_rotate_new_v_acc_rows(acc_o, call_scales.rotation, kv_head, cfg)
     return SoftmaxState(acc_o, row_max, row_sum, p_packed)
@@ -842,9 +843,10 @@ def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages
         mbarrier.arrive(
             q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=has_no_cached & (work_tile.num_n_blocks == 1)
         )
-        tile_scale = load_tile_v_scale(stored_scales, code_iter, new_cfg)
+        tile_v_scale = load_tile_v_scale(stored_scales, code_iter, new_cfg)
         state = first_softmax_step(
-            s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_scale, call_scales.softcap, shared_p, iter,
+            s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_v_scale, call_scales.softcap, shared_p,
+            iter,
             NEW_DTYPE, new_cfg,
         )  # fmt: skip
         if not cfg.COLUMN_SPLIT:

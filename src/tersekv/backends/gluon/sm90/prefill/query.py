@@ -81,7 +81,7 @@ def view_query_parts_as(q_stages, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def prepare_query_parts_and_q_scales(q_stages, sign, DTYPE: gl.constexpr, cfg: gl.constexpr):
+def prepare_query_parts_in_smem_and_q_scales(q_stages, sign, DTYPE: gl.constexpr, cfg: gl.constexpr):
     """Does `prepare_query_tile_and_q_scales` for a query in parts, of which registers hold one. Returns (a part,
     q_scales).
 
@@ -115,8 +115,8 @@ def prepare_query_parts_and_q_scales(q_stages, sign, DTYPE: gl.constexpr, cfg: g
 def prepare_query_operand_and_q_scales(
     q_stages, I_CONSUMER: gl.constexpr, sign, rotation, kv_head, DTYPE: gl.constexpr, cfg: gl.constexpr
 ):
-    """Returns (query operand, q_scales): `prepare_query_tile_and_q_scales`, or `prepare_query_parts_and_q_scales`."""
+    """Returns (query operand, q_scales): of one tile, or of parts in shared memory."""
     if cfg.COLUMN_SPLIT:
-        return prepare_query_parts_and_q_scales(q_stages, sign, DTYPE, cfg)
+        return prepare_query_parts_in_smem_and_q_scales(q_stages, sign, DTYPE, cfg)
     else:
         return prepare_query_tile_and_q_scales(q_stages, I_CONSUMER, sign, rotation, kv_head, DTYPE, cfg)
