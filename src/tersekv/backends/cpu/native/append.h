@@ -110,7 +110,7 @@ struct AppendRun {
                 if (row_write.out_dtype == INT4) return store(address_in(row_write.scales), quantize_store_int4_row_and_return_scale(row_buffer, n, code_buffer, out));
                 return store(address_in(row_write.scales), quantize_store_row_and_return_scale(row_buffer, n, row_write.out_dtype, out));
             case BLOCK_SCALE: return quantize_and_store_nvfp4_row(row_write, head, row_buffer, n, code_buffer, out, address_in(row_write.scales));
-            case UE8M0_SCALE: return quantize_and_store_ue8m0_row(s, x, n, out, address_in(s.scales));
+            case UE8M0_SCALE: return quantize_and_store_ue8m0_row(row_write, row_buffer, n, out, address_in(row_write.scales));
             case GROUP_SCALE: return quantize_and_store_row_by_128_columns(row_buffer, n, row_write.out_dtype, out, address_in(row_write.scales));
         }
     }
