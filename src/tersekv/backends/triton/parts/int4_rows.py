@@ -69,13 +69,13 @@ def load_rows_as_32bit_words(p, o_rows, m_row, WORDS_PER_ROW: tl.constexpr, THRE
     VECTOR: tl.constexpr = 4 * THREADS_PER_ROW
     LOADS: tl.constexpr = WORDS_PER_ROW // VECTOR
     p = (p + o_rows).to(tl.pointer_type(tl.uint32)) + tl.arange(0, VECTOR)[None, :]
-    tiles = ()
-    for i in tl.static_range(LOADS):
+    tiles = (tl.load(p, mask=m_row, other=0),)
+    for i in tl.static_range(1, LOADS):
         tiles = tiles + (tl.load(p + VECTOR * i, mask=m_row, other=0),)
     for level in tl.static_range(LOADS.bit_length() - 1):
         wider = ()
         for i in tl.static_range(LOADS >> (level + 1)):
-            pair = tl.permute(tl.join(tiles[2 * i], tiles[2 * i + 1]), (0, 2, 1))
+            pair = tl.permute(tl.join(tiles[2 * i], tiles[2 * i + 1]), (0, 2, 1))  # type: ignore[misc]
             wider = wider + (tl.reshape(pair, [ROWS, VECTOR << (level + 1)]),)
         tiles = wider
     return tiles[0]
