@@ -92,6 +92,21 @@ def test_slots(page_size, batch, with_starts):
     assert (out.tolist(), columns.tolist()) == (want, raw)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint32])
+def test_index_tensors_of_other_dtypes(dtype):
+    torch.manual_seed(0)
+    x, starts = torch.randn(3, 40), torch.tensor([0, 2, 4], dtype=I32)
+    given = (LENS, starts, TABLE, torch.tensor([2, 0, 1], dtype=I32))
+    for lens, begin, table, request in (given, [t.to(dtype) for t in given]):
+        got = (
+            top_k_ragged_transform(x, lens, lens, 4, row_starts=begin),
+            top_k_page_table_transform(x, table, lens, 4, row_to_batch=request, row_starts=begin),
+        )
+        if lens is LENS:
+            want = got
+    assert all(map(torch.equal, got, want))
+
+
 @pytest.mark.skipif(library.why_no_library() is not None, reason="no native library here")
 def test_a_call_like_one_before_it_takes_the_short_way(monkeypatch):
     for known in ("_launches", "_recent"):

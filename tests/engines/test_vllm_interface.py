@@ -483,7 +483,7 @@ def test_the_backend_has_a_name_of_its_own_and_is_custom_too():
     assert TersekvMetadataBuilder._cudagraph_support is AttentionCGSupport.UNIFORM_BATCH
 
 
-@pytest.mark.parametrize("name", ["TERSEKV", "TERSEKV_MLA"])
+@pytest.mark.parametrize("name", ["TERSEKV", "TERSEKV_MLA", "TERSEKV_MLA_SPARSE"])
 def test_a_process_that_has_loaded_no_plugin_unpickles_the_name(name):
     known, names = AttentionBackendEnum[name], AttentionBackendEnum._member_map_
     assert copy.deepcopy(known) is known

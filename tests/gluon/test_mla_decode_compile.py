@@ -360,3 +360,14 @@ def test_lists_of_more_keys_than_the_workspace_holds_are_refused():
     assert "lists of 67108864 keys in all, got 67108868" in mla_decode.why_not(facts(listed(call, (1 << 24) + 1)))
     config = mla_decode.configure(facts(listed(call, 0)))
     assert config.launches.kernel_launches == ()
+
+
+@pytest.mark.parametrize(("format", "heads"), [("fp8_e4m3", 16), ("fp8_ds_mla", 128), ("bf16", 16), ("bf16", 128)])
+def test_an_lse_without_its_sinks_is_made_by_every_kernel(format, heads):
+    call = replace_requests(make(format, heads), 512)._replace(sinks=torch.empty(heads))
+    both, keys = compiled(call), compiled(call._replace(lse_of_keys=True))
+    assert both.keys() == keys.keys()
+    for name, kernel in keys.items():
+        assert kernel["shared"] <= SHARED
+        # One more logarithm's operand, and no maximum of its own.
+        assert kernel["ptx"] != both[name]["ptx"], name

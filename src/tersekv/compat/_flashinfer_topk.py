@@ -173,7 +173,7 @@ def _largest(
     if starts is not None:
         if tensor("row_starts", starts, "T").shape != ends.shape:
             raise ValueError(f"row_starts: want [T={len(ends)}], got {list(starts.shape)}")
-        ends = starts + ends
+        ends = starts.long() + ends.long()
     take_largest(_NAMES, options, input.float(), ends, starts, out, k)
     return out
 

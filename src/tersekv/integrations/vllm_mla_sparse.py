@@ -7,7 +7,7 @@ prompts and of decoded requests read them in one call: tersekv takes positions a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,7 +110,6 @@ class TersekvMLASparseImpl(LatentPages, SharedTopkIndicesBuffer, MLAAttentionImp
     is_sparse = True
     supports_dense_mha_prefill = False
     supports_dcp, supports_pcp = False, False
-    masked_mha_available: ClassVar[bool] = False
     # Kernels for every cache take a query of 16 bits, which keeps its digits.
     supports_quant_query_input = False
 

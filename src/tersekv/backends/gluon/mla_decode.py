@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...formats import LATENT_SINKS, LISTS, UE8M0, latent_format
+from ...formats import LATENT_SINKS, LISTS, LSE_OF_KEYS, UE8M0, latent_format
 from ..host import launch
 from ..host.attention_launches import attention_launches, output_and_workspace_args, split_pass_args
 from ..host.bind import (
@@ -39,7 +39,7 @@ MAX_LISTED_KEYS = 1 << 26  # of all rows: 256 MB of workspace
 _TESTED_CODES = ("bf16", "e4m3")  # run on a GPU
 _QUERY_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
-SUPPORTS = (LISTS, LATENT_SINKS)
+SUPPORTS = (LISTS, LATENT_SINKS, LSE_OF_KEYS)
 
 
 class MLADecodeConfig(NamedTuple):

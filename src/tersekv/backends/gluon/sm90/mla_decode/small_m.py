@@ -619,7 +619,7 @@ def consumer(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides
             store_num_splits(tensors, work_tile, cta_range, cfg)
         if work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
             acc_scale, lse = compute_acc_scale_and_lse(
-                state.row_max, state.row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg
+                state.row_max, state.row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg, cfg.LSE_OF_KEYS
             )
             scale_and_store_output(
                 tensors.OUT, state.acc_o, acc_scale, tokens, heads, m_row, strides, I_CONSUMER, S, cfg

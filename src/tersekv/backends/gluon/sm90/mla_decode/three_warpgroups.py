@@ -576,15 +576,14 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
         o_r = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LANE_LAYOUT))
         tokens, heads, m_row = token_head_and_mask_of_rows(o_r, work_tile, h, cfg)
         acc_scale, lse = compute_acc_scale_and_lse(
-            row_max, row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg
+            row_max, row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg, cfg.LSE_OF_KEYS
         )
         mbarrier.wait(p_empty.index(p_iter % P_STAGES), ((p_iter // P_STAGES) & 1) ^ 1)
         rescales.index(p_iter % P_STAGES).store(
             acc_scale[:, None] + gl.full([BLOCK_M, LANES_PER_ROW], 0.0, gl.float32, LANE_LAYOUT)
         )
         sync_and_arrive(p_full.index(p_iter % P_STAGES))
-        p_iter += 1
-        num_work_tiles += 1
+        p_iter, num_work_tiles = p_iter + 1, num_work_tiles + 1
         if n_block_begin == 0:
             store_num_splits(tensors, work_tile, cta_range, cfg)
         if n_block_end - n_block_begin == work_tile.num_n_blocks:

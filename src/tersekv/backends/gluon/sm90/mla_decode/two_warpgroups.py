@@ -594,7 +594,7 @@ def consumer(
             work_tile.m_block, h, work_tile.q_begin, work_tile.num_q_rows, gl.SliceLayout(1, O), cfg
         )
         acc_scale, lse = compute_acc_scale_and_lse(
-            row_max, row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg
+            row_max, row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg, cfg.LSE_OF_KEYS
         )
         partial_slot = 2 * i_cta + (work_tile.n_block_begin == 0).to(gl.int32)
         is_unsplit = work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks
