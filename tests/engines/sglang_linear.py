@@ -1,5 +1,6 @@
-"""What Qwen3-Next runs beside attention, in plain PyTorch: kernels of SGLang's CPU build, which the package index lacks,
-and two in Triton. Import this before SGLang's linear attention.
+"""What Qwen3-Next runs beside attention, in plain PyTorch: what SGLang's CPU build has, and no index, and Triton's.
+
+Import this before SGLang's linear attention.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 from torch import Tensor
 
 
-class RowsInfo(MHABufferInfo, frozen=True, kw_only=True):
+class RowsInfo(MHABufferInfo, frozen=True, kw_only=True):  # type: ignore[call-arg]  # msgspec's
     """What SGLang knows of a pool's buffers, and each layer's rows: tensors [slots, bytes] of it."""
 
     rows: tuple[tuple[Tensor, ...], ...]

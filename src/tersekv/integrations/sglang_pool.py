@@ -173,7 +173,7 @@ class TersekvPool(MHATokenToKVPool):
         """For a hierarchical cache: the bytes of each layer's rows."""
         plain = super()._mha_buffer_info()
         buffers = [self.k_buffer, self.v_buffer]
-        if self.k_scale_buffer is not None:
+        if self.k_scale_buffer is not None and self.v_scale_buffer is not None:
             buffers += [self.k_scale_buffer, self.v_scale_buffer]
         rows = tuple(
             tuple(x.view(torch.uint8).flatten(1) for x in layer if x.numel()) for layer in zip(*buffers, strict=True)
