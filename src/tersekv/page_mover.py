@@ -26,6 +26,8 @@ _ALIGNED = 16  # bytes that each layer's part of a page begins at a multiple of
 
 def cold_template(cache: Cache, format: Any, **options: Any) -> Cache:
     """A cache of one page for the same model, in another format; None: in all like `cache`."""
+    if isinstance(cache, PagedLatentCache) and not cache.qk_rope_head_dim:
+        raise ValueError("cache: want latent rows with a rotary part, got qk_rope_head_dim 0")
     if format is None:
         if options:
             raise ValueError(f"{next(iter(options))}: want it beside a cold_format, got none")

@@ -240,3 +240,26 @@ def test_an_empty_case_is_named(line, capsys):
     with pytest.raises(SystemExit, match="2"):
         run("verify", "--case", line)
     assert "argument --case: want operation/format/name" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("[1]", "want the config.json of a language model, got list in JSON"),
+        ('{"text_config": 3}', "want the config.json of a language model, got int in JSON"),
+        ("{}", "want the config.json of a language model, which has 'num_attention_heads'"),
+        ("{", "Expecting property name"),
+    ],
+)
+def test_a_warm_up_of_no_model_says_so(text, wrong, tmp_path, capsys):
+    config = tmp_path / "config.json"
+    config.write_text(text)
+    assert run("warm-up", "--model", str(config), "--out", str(tmp_path / "out")) == 2
+    assert f"--model {config}: {wrong}" in capsys.readouterr().err
+
+
+def test_a_warm_up_without_a_folder_says_so(tmp_path, capsys):
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    assert run("warm-up", "--model", str(config), "--out", str(config)) == 2
+    assert f"--out {config}: " in capsys.readouterr().err

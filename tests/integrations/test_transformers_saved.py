@@ -151,8 +151,8 @@ def test_a_changed_byte_anywhere_is_refused_and_nothing_comes(tmp_path):
     "found",
     [
         3, "F32", [], {"dtype": "F32"}, {"dtype": "F31", "shape": [16], "data_offsets": [0, 64]},
-        {"dtype": "F32", "shape": [-1], "data_offsets": [0, 64]}, {"dtype": "F32", "shape": 16, "data_offsets": [0, 64]},
-        {"dtype": "F32", "shape": [16], "data_offsets": [0]}, {"dtype": "F32", "shape": ["16"], "data_offsets": [0, 64]},
+        {"dtype": "F32", "shape": [-1], "data_offsets": [0, 64]}, {"dtype": "F32", "shape": [16], "data_offsets": [0]},
+        {"dtype": "F32", "shape": 16, "data_offsets": [0, 64]}, {"dtype": "F32", "shape": ["a"], "data_offsets": [0, 4]},
         {"dtype": "F32", "shape": [2**50], "data_offsets": [0, 2**52]},
         {"dtype": "F32", "shape": [16], "data_offsets": [-64, 0]},
     ],
@@ -167,7 +167,7 @@ def test_what_describes_no_tensor_is_refused_by_its_name(found, tmp_path):
     assert header["0.k_signs"] == {"dtype": "F32", "shape": [16], "data_offsets": header["0.k_signs"]["data_offsets"]}
     text = json.dumps({**header, "0.k_signs": found}).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + size :])
-    with pytest.raises(ValueError, match="prompt: 0.k_signs: want dtype, shape and data_offsets of a tensor in"):
+    with pytest.raises(ValueError, match=r"prompt: 0\.k_signs: want dtype, shape and data_offsets of a tensor in"):
         TersekvCache.load(path, model.config)
 
 

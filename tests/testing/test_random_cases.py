@@ -173,6 +173,13 @@ def test_every_parameter_of_every_verb_is_drawn_or_says_why_not(op):
             assert len(values) > 1, f"{op}, {name}: {field} is always {values}"
 
 
+def test_no_transcode_of_rows_without_a_rotary_part_is_drawn():
+    """It is refused."""
+    of_latents = [c for c in MANY if c.op == "transcode" and c.latents]
+    assert len(of_latents) > 50
+    assert all(c.rope for c in of_latents)
+
+
 def test_numbers_are_drawn_over_all_that_they_may_be():
     caps = [c.softcap for c in MANY if c.softcap]
     for decade in range(-3, 7):

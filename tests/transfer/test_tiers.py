@@ -218,6 +218,8 @@ def test_errors_change_nothing():
     cache = kv()
     with pytest.raises(TypeError, match="cache: want PagedKVCache or PagedLatentCache, got PagedIndexCache"):
         TieredPool(PagedIndexCache.allocate(1, 4, 64, format="index_fp8"), cold_pages=1)
+    with pytest.raises(ValueError, match="cache: want latent rows with a rotary part, got qk_rope_head_dim 0"):
+        TieredPool(PagedLatentCache.allocate(1, 4, 16, format="fp8_v4", qk_rope_head_dim=0), cold_pages=1)
     with pytest.raises(ValueError, match="rotation: want it beside a cold_format, got none"):
         TieredPool(cache, cold_pages=1, rotation="hadamard")
     with pytest.raises(ValueError, match="cold_pages"):

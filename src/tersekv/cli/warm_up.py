@@ -46,8 +46,11 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 0: all is compiled; 1: not all; 2: what was asked for is wrong."""
     path = args.model / "config.json" if args.model.is_dir() else args.model
     try:
-        config = json.loads(path.read_text())
         args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        return complain(args, f"--out {args.out}: {e}")
+    try:
+        config = json.loads(path.read_text())
         wanted = [made for name in args.formats for made in calls_of(config, name, args)]
     except (OSError, ValueError) as e:
         return complain(args, f"--model {args.model}: {e}")
@@ -61,9 +64,11 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(found.failed for found in results if found is not None) else 0
 
 
-def calls_of(config: dict[str, Any], cache_dtype: str, args: argparse.Namespace) -> list[list[partial]]:
+def calls_of(config: Any, cache_dtype: str, args: argparse.Namespace) -> list[list[partial]]:
     """The calls of vLLM's batches in each kind of layer of a model, on meta tensors."""
-    model = config.get("text_config", config)
+    model = config.get("text_config", config) if isinstance(config, dict) else config
+    if not isinstance(model, dict):
+        raise ValueError(f"want the config.json of a language model, got {type(model).__name__} in JSON")
     q_heads, ranks = model["num_attention_heads"], args.tensor_parallel_size
     if q_heads % ranks:
         raise ValueError(f"want num_attention_heads divisible by --tensor-parallel-size, got {q_heads} and {ranks}")
