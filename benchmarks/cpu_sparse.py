@@ -8,10 +8,10 @@ Without arguments: with 1 thread and with all, in some five minutes. Cells:
     blocks  decode of one request with a list of 16 blocks of 128 tokens, one list for each of 8 KV heads
     scores  index_scores of 65536 keys; topk: index_topk of their scores
 
-Every cell is first compared with the oracle (backend="torch"), and nothing is timed if one is wrong. "linear" is the same
-attention without lists, over as many keys in pages of their own: the share says what gathering costs. "of read" is the
-share of the rate at which as many threads sum up a large tensor. A sample of each is taken in turns; times are the
-shortest, since other programs may use the cores. Where there are many heads, products bound both, not bytes.
+Every cell is first compared with the oracle (backend="torch"), and nothing is timed if one is wrong. "linear" is the
+same attention without lists, over as many keys in pages of their own: the share says what gathering costs. "of read" is
+the share of the rate at which as many threads sum up a large tensor. Samples are taken in turns; the shortest is told,
+since other programs use the cores. With many heads products bound both, not bytes.
 """
 
 from __future__ import annotations
@@ -164,7 +164,9 @@ def main() -> None:
     about = machine()
     counts = [int(n) for n in args.threads.split(",")] if args.threads else [1, about["cores"]]
     print(about)
-    print("cell      format                heads threads    min ms    linear  share of    GB/s  of read  oracle ms     error")
+    print(
+        "cell      format                heads threads   min ms    linear  share of    GB/s  of read  oracle ms   error"
+    )
     torch.manual_seed(0)
     large, rows = torch.ones(1 << 23, dtype=torch.int64), []
     for cell in cells(args.quick):
