@@ -32,7 +32,6 @@ from .records import (
     CallFacts,
     PagedMatrix,
     Scale,
-    StridedTensor,
     paged_matrix,
 )
 
