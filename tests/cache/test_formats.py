@@ -245,7 +245,8 @@ def test_int4_is_what_rational_numbers_give(seed, size, shift, widen):
     rows = torch.from_numpy(x)[None]
     f = KV_FORMATS["int4_per_token_head"]
     for got, stored in (
-        quantize.quantize_rows(rows, f, widen=widen), encode_row(rows, f, torch.tensor(1.0), widen=widen)
+        quantize.quantize_rows(rows, f, widen_int4_range_to_0=widen), encode_row(rows, f, torch.tensor(1.0),
+        widen=widen)
     ):  # fmt: skip
         assert quantize.unpack_nibbles(got)[0].tolist() == codes
         assert int(stored.view(torch.int32)) == bits
@@ -256,7 +257,7 @@ def test_a_row_of_one_sign_is_kept_by_a_range_that_holds_0():
     x = torch.linspace(10, 11, 16)[None]
     for rows in (x, -x):
         assert (quantize.dequantize(*quantize.quantize_rows(rows, f), f) - rows).abs().max() < 0.4
-    back = quantize.dequantize(*quantize.quantize_rows(x, f, widen=False), f)
+    back = quantize.dequantize(*quantize.quantize_rows(x, f, widen_int4_range_to_0=False), f)
     assert (back < 1.1).all(), "as others write it: a zero point below 0 is cut off, and the row with it"
 
 

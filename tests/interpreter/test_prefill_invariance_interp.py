@@ -53,8 +53,8 @@ def test_windows_and_sinks():
 def test_one_program_or_many_round_the_same(monkeypatch):
     case, q = problem("prefill", "nvfp4", LENS, ROWS)
     found, launches = [], []
-    configure = entry._prefill_invariant_launches
-    monkeypatch.setattr(entry, "_prefill_invariant_launches", lambda *a: launches.append(configure(*a)) or launches[-1])
+    configure = entry._fixed_split_launches
+    monkeypatch.setattr(entry, "_fixed_split_launches", lambda *a: launches.append(configure(*a)) or launches[-1])
     for multiprocessors in (1, 1000):
         on_a_chip_of(multiprocessors, monkeypatch)
         found.append(attend("prefill", case, q, ROWS, backend="triton", batch_invariant="prefill"))

@@ -58,7 +58,9 @@ def _append_and_chunk_launches(
     if 0 in f.q.shape[:2]:
         return portable.make_append_and_chunk_launches(f, choice)
     if not portable.has_keys_and_queries(f):
-        return LaunchSequence(make_rope_norm_store_launch(f, choice.native_casts, no_keys=True, use_pdl=uses_pdl(f)))
+        return LaunchSequence(
+            make_rope_norm_store_launch(f, choice.native_casts, store_empty_outputs=True, use_pdl=uses_pdl(f))
+        )
     launches = [make_rope_norm_store_launch(f, choice.native_casts, rope_queries=False)]
     launches += _gather_gemm_and_attention_launches(f, choice, use_gluon_gemm, launch.num_sms(f), uses_pdl(f))
     # WORK_COUNTER: see `attention.make_attention_launch`; the last is unused. MAY_HAVE_NAN: the row's V may be NaN.

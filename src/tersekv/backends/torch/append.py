@@ -11,7 +11,7 @@ from tersekv.formats import CHANNELS, PAIRS, ROTATION, pair_of
 
 from . import rotation
 from .exact import without_autocast
-from .quantize import as_quantizer_input, quantize_with_call_scale, why_no_codec
+from .quantize import as_quantizer_input, quantize_to_codes_and_scales, why_no_codec
 from .slots import TokenSlots, scatter_rows, token_slots
 
 SUPPORTS = (PAIRS, ROTATION, CHANNELS)
@@ -52,7 +52,7 @@ def quantize_and_scatter_kv(call: Any, k: Tensor, v: Tensor, slots: TokenSlots) 
         (v, v_format, call.v_cache, call.v_scale_cache, call.v_scale, call.v_scale_t),
     )
     for x, f, cache, scale_cache, scale, scale_t in sides:
-        codes, scales = quantize_with_call_scale(
+        codes, scales = quantize_to_codes_and_scales(
             x, f, scale, scale_t, call.scales_quantize, getattr(call, "widen", True)
         )
         scatter_rows(cache, codes, slots)

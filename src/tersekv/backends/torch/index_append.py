@@ -8,7 +8,7 @@ from typing import Any
 from tersekv.formats import INDEX_BLOCK, index_format
 
 from .exact import without_autocast
-from .index_rows import apply_rope_and_hadamard, layer_norm_fp64, quantize_index_rows, round_if_round16
+from .index_rows import layer_norm_fp64, quantize_index_rows, rope_hadamard_and_validity_of_tokens, round_if_round16
 from .slots import scatter_rows, token_slots
 
 
@@ -27,7 +27,7 @@ def run(call: Any, config: None) -> None:
     x = call.k.float()
     if call.norm_weight is not None:
         x = round_if_round16(call, layer_norm_fp64(x, call.norm_weight, call.norm_bias, call.epsilon), call.k.dtype)
-    x, known = apply_rope_and_hadamard(call, x, call.k.dtype)
+    x, known = rope_hadamard_and_validity_of_tokens(call, x, call.k.dtype)
     num_pages, page_size = call.k_cache.shape[:2]
     slots = token_slots(call, num_pages, page_size, known)
     if slots is None:

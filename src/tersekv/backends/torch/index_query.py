@@ -10,7 +10,7 @@ import torch
 from tersekv.formats import index_format
 
 from .exact import without_autocast
-from .index_rows import apply_rope_and_hadamard, quantize_index_rows
+from .index_rows import quantize_index_rows, rope_hadamard_and_validity_of_tokens
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -23,7 +23,7 @@ def configure(f: SimpleNamespace) -> None:
 
 @without_autocast
 def run(call: Any, config: None) -> None:
-    x, known = apply_rope_and_hadamard(call, call.q.float(), call.q.dtype)
+    x, known = rope_hadamard_and_validity_of_tokens(call, call.q.float(), call.q.dtype)
     if known is not None:
         x = torch.where(known[:, None, None], x, 0.0)
     codes, scales = quantize_index_rows(x, index_format(call.format), x.shape[-1])

@@ -22,10 +22,12 @@ def layer_norm_fp64(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> 
     return (y * weight.double() + bias.double()).float()
 
 
-def apply_rope_and_hadamard(call: Any, x: Tensor, round16_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def rope_hadamard_and_validity_of_tokens(
+    call: Any, x: Tensor, dtype_if_round16: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
     """Returns fp32 rows [T, D] or [T, Hi, D] with RoPE and rotation, and which tokens have a position (None: all).
 
-    round16_dtype:  of the caller's rows, to which `round16` rounds
+    dtype_if_round16:  of the caller's rows, to which `round16` rounds
     """
     known = None
     if call.cos_sin_cache is not None:
@@ -33,9 +35,9 @@ def apply_rope_and_hadamard(call: Any, x: Tensor, round16_dtype: torch.dtype) ->
         r, d = call.cos_sin_cache.shape[1], x.shape[-1]
         parts = list(x.split((d - r, r) if call.rope_last else (r, d - r), -1))
         parts[call.rope_last] = apply_rope(parts[call.rope_last], cos, sin, call.interleaved)
-        x = round_if_round16(call, torch.cat(parts, -1), round16_dtype)
+        x = round_if_round16(call, torch.cat(parts, -1), dtype_if_round16)
     if call.hadamard:
-        x = round_if_round16(call, hadamard(x), round16_dtype)
+        x = round_if_round16(call, hadamard(x), dtype_if_round16)
     return x, known
 
 

@@ -8,7 +8,13 @@ from typing import Any
 from tersekv.formats import FP8, TENSOR, latent_format, rope_dtype
 
 from .exact import without_autocast
-from .quantize import as_quantizer_input, cast_rounded, quantize_with_call_scale, quantizing_multiplier, why_no_codec
+from .quantize import (
+    as_quantizer_input,
+    cast_rounded,
+    quantize_to_codes_and_scales,
+    quantizing_multiplier,
+    why_no_codec,
+)
 from .rope import apply_rope, lookup_cos_sin_and_validity
 from .rope_append import rope_scale_and_store_queries
 from .slots import scatter_rows, token_slots
@@ -36,7 +42,7 @@ def run(call: Any, config: None) -> None:
     if slots is None:
         return
     f = latent_format(call.format)
-    codes, scales = quantize_with_call_scale(
+    codes, scales = quantize_to_codes_and_scales(
         as_quantizer_input(call.kv_c), f, call.kv_scale, call.kv_scale_t, call.scales_quantize
     )
     scatter_rows(call.ckv, codes, slots)

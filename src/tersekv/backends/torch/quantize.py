@@ -53,23 +53,34 @@ def why_no_codec(f: KVFormat) -> str | None:
 
 
 def as_quantizer_input(x: Tensor) -> Tensor:
-    """Returns rows as `quantize_with_call_scale` expects them: in fp32, but fp8 codes unchanged."""
+    """Returns rows as `quantize_to_codes_and_scales` expects them: in fp32, but fp8 codes unchanged."""
     return x if x.dtype in FP8 else x.to(torch.float32)
 
 
-def quantize_with_call_scale(
-    x: Tensor, f: KVFormat, scale: float, scale_t: Tensor | None, scale_quantizes: bool, widen: bool = True
+def quantize_to_codes_and_scales(
+    x: Tensor,
+    f: KVFormat,
+    multiplier: float,
+    scale_t: Tensor | None,
+    scale_t_multiplies: bool,
+    widen_int4_range_to_0: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns `quantize_rows` with the scale of a call: a multiplying float, or a tensor [1] or [H] that dequantizes
-    unless `scale_quantizes`. x: [T, H, D], or [T, L] with a tensor [1]; fp8 codes are returned unchanged."""
+    unless `scale_t_multiplies`. x: [T, H, D], or [T, L] with a tensor [1]; fp8 codes are returned unchanged."""
     if x.dtype in FP8:
         return x, None
-    global_scale = None if scale_t is None or scale_quantizes else scale_t[:, None]
-    return quantize_rows(x, f, quantizing_multiplier(scale, scale_t, scale_quantizes), global_scale, widen)
+    global_scale = None if scale_t is None or scale_t_multiplies else scale_t[:, None]
+    return quantize_rows(
+        x, f, quantizing_multiplier(multiplier, scale_t, scale_t_multiplies), global_scale, widen_int4_range_to_0
+    )
 
 
 def quantize_rows(
-    x: Tensor, f: KVFormat, multiplier: Scale = 1.0, global_scale: Scale | None = None, widen: bool = True
+    x: Tensor,
+    f: KVFormat,
+    multiplier: Scale = 1.0,
+    global_scale: Scale | None = None,
+    widen_int4_range_to_0: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns (codes, scales) of rows; scales is None if the format stores none.
 
@@ -77,7 +88,7 @@ def quantize_rows(
         multiplier:    multiplies x in formats with a per-tensor scale: float, or fp32 that broadcasts against x; for
                        nvfp4 the reciprocal of the global scale
         global_scale:  nvfp4: the global scale itself; None: the correctly rounded 1 / multiplier
-        widen:         int4: the range of a row is widened to include 0
+        widen_int4_range_to_0:  the range of a row is widened to include 0
 
     codes [..., D] in f.storage (of 4 bits [..., D/2] uint8); scales fp32 [...] per token and head, e4m3 [..., D/16] for
     nvfp4, fp32 [..., D/128] for fp8_ds_mla.
@@ -93,7 +104,7 @@ def quantize_rows(
     if f.scale == UE8M0:
         return _quantize_ue8m0(x, f)
     if f.code == "int4":
-        return _quantize_int4(x, widen)
+        return _quantize_int4(x, widen_int4_range_to_0)
     scales = _divide_rounded(row_abs_max(x), f.max_value).clamp(min=MIN_TOKEN_HEAD_SCALE)
     y = x * reciprocal(scales)[..., None]
     return (round_half_away_to_int8_satfinite(y) if f.code == "int8" else cast_fp8(y, f.storage)), scales
@@ -118,11 +129,11 @@ def dequantize(codes: Tensor, scales: Tensor | None, f: KVFormat, scale: Scale =
     return x * scale
 
 
-def quantizing_multiplier(scale: float, scale_t: Tensor | None, scale_quantizes: bool) -> Scale:
-    """Returns the multiplier of rows: the float, or the tensor ([n] → [n, 1]), inverted unless `scale_quantizes`."""
+def quantizing_multiplier(scale: float, scale_t: Tensor | None, scale_t_multiplies: bool) -> Scale:
+    """Returns the multiplier of rows: the float, or the tensor ([n] → [n, 1]), inverted unless `scale_t_multiplies`."""
     if scale_t is None:
         return scale
-    return (scale_t if scale_quantizes else reciprocal(scale_t))[:, None]
+    return (scale_t if scale_t_multiplies else reciprocal(scale_t))[:, None]
 
 
 def row_abs_max(x: Tensor) -> Tensor:

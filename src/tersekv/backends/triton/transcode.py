@@ -206,7 +206,7 @@ def change_rotation_and_channel_scales(x, src_attributes, dst_attributes, unequa
 
 @triton.jit
 def load_dequantized_tiles_and_row_min_max(
-    p_src, o_src, p_stored_scales, o_stored_scales, m_live, p_scale, scale, p_layer, head, SIDE: tl.constexpr,
+    p_src, o_src, p_stored_scales, o_stored_scales, m_live, p_scale, scale, p_layer_table, head, SIDE: tl.constexpr,
     D: tl.constexpr,
     THREADS_PER_ROW: tl.constexpr, FORMAT: tl.constexpr, PER_HEAD: tl.constexpr, p_dst_signs, NATIVE_E4M3: tl.constexpr,
     USE_PTX: tl.constexpr,
@@ -223,7 +223,7 @@ def load_dequantized_tiles_and_row_min_max(
         row_min, row_max = row_min_max_of_words(words, FORMAT)
     if FORMAT.SCALE == TOKEN_HEAD or FORMAT.SCALE == TENSOR:
         if FORMAT.SCALE == TENSOR:
-            factor = load_dequantizing_scale(p_scale, scale, p_layer, 8 + SIDE, 20 + SIDE, head, PER_HEAD)
+            factor = load_dequantizing_scale(p_scale, scale, p_layer_table, 8 + SIDE, 20 + SIDE, head, PER_HEAD)
         else:
             factor = tl.load(p_stored_scales + o_stored_scales, mask=m_live, other=0.0)
         scaled = ()
@@ -241,7 +241,7 @@ def load_dequantized_tiles_and_row_min_max(
 
 @triton.jit
 def transcode_rows(
-    i_block, token_count_args, page_args, src, dst, head_strides, p_layer, SIDE: tl.constexpr,
+    i_block, token_count_args, page_args, src, dst, head_strides, p_layer_table, SIDE: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, SRC_PAGE: tl.constexpr,
     DST_PAGE: tl.constexpr, SRC_FORMAT: tl.constexpr, DST_FORMAT: tl.constexpr, SRC_PER_HEAD: tl.constexpr,
     DST_PER_HEAD: tl.constexpr, COPY_ALL_ROWS: tl.constexpr, STRIDE_UNIT: tl.constexpr, NATIVE_E4M3: tl.constexpr,
@@ -261,22 +261,24 @@ def transcode_rows(
     src_page, src_slot, live = load_page_slot_and_validity(token, p_src_pages, num_src_pages, live, SRC_PAGE)
     dst_page, dst_slot, live = load_page_slot_and_validity(token, p_dst_pages, num_dst_pages, live, DST_PAGE)
     m_live = live[:, None]
-    p_src = src[0] + load_layer_offset(p_layer, SIDE, src[0].dtype.element_ty.primitive_bitwidth // 8)
-    p_dst = dst[0] + load_layer_offset(p_layer, 4 + SIDE, dst[0].dtype.element_ty.primitive_bitwidth // 8)
+    p_src = src[0] + load_layer_offset(p_layer_table, SIDE, src[0].dtype.element_ty.primitive_bitwidth // 8)
+    p_dst = dst[0] + load_layer_offset(p_layer_table, 4 + SIDE, dst[0].dtype.element_ty.primitive_bitwidth // 8)
     o_src = cache_row_offsets(src_page, src_slot, head, src[6], STRIDE_UNIT)
     o_dst = cache_row_offsets(dst_page, dst_slot, head, dst[6], STRIDE_UNIT)
     # Stored scales, fp32 or bytes, if there are any.
     p_src_stored, p_dst_stored = src[1], dst[1]
     o_src_stored = cache_row_offsets(src_page, src_slot, head, src[7], 1)
     o_dst_stored = cache_row_offsets(dst_page, dst_slot, head, dst[7], 1)
-    o_src_stored += load_layer_offset(p_layer, 2 + SIDE, 1 if SRC_FORMAT.SCALE == BLOCK else 4)
-    o_dst_stored += load_layer_offset(p_layer, 6 + SIDE, 1 if DST_FORMAT.SCALE == BLOCK else 4)
+    o_src_stored += load_layer_offset(p_layer_table, 2 + SIDE, 1 if SRC_FORMAT.SCALE == BLOCK else 4)
+    o_dst_stored += load_layer_offset(p_layer_table, 6 + SIDE, 1 if DST_FORMAT.SCALE == BLOCK else 4)
 
     if THREADS_PER_ROW > 0:
         # The range, which nvfp4 has no use for, the compiler drops.
         tiles, row_range = load_dequantized_tiles_and_row_min_max(
-            p_src, o_src, p_src_stored, o_src_stored, m_live, src[2], src[5], p_layer, head, SIDE, D, THREADS_PER_ROW,
-            SRC_FORMAT, SRC_PER_HEAD, None if dst[3] is None else dst[3] + load_layer_offset(p_layer, 14 + SIDE, 4),
+            p_src, o_src, p_src_stored, o_src_stored, m_live, src[2], src[5], p_layer_table, head, SIDE, D,
+            THREADS_PER_ROW,
+            SRC_FORMAT, SRC_PER_HEAD, None if dst[3] is None else dst[3] + load_layer_offset(p_layer_table, 14 + SIDE,
+            4),
             NATIVE_E4M3, USE_PTX,
         )  # fmt: skip
         if DST_FORMAT.CODE == INT4:
@@ -298,14 +300,16 @@ def transcode_rows(
     codes = load_live_rows(p_src, o_src, m_live, D // PER_ELEMENT, D_PAD // PER_ELEMENT)
     SAME_FORMAT: tl.constexpr = SRC_FORMAT.CODE == DST_FORMAT.CODE and SRC_FORMAT.SCALE == DST_FORMAT.SCALE
     if not COPY_ALL_ROWS:
-        src_scale = load_dequantizing_scale(src[2], src[5], p_layer, 8 + SIDE, 20 + SIDE, head, SRC_PER_HEAD)
-        dst_scale = load_dequantizing_scale(dst[2], dst[5], p_layer, 10 + SIDE, 22 + SIDE, head, DST_PER_HEAD)
+        src_scale = load_dequantizing_scale(src[2], src[5], p_layer_table, 8 + SIDE, 20 + SIDE, head, SRC_PER_HEAD)
+        dst_scale = load_dequantizing_scale(dst[2], dst[5], p_layer_table, 10 + SIDE, 22 + SIDE, head, DST_PER_HEAD)
         src_attributes = (
-            src[3], load_layer_offset(p_layer, 12 + SIDE, 4), src[4], load_layer_offset(p_layer, 16 + SIDE, 4),
+            src[3], load_layer_offset(p_layer_table, 12 + SIDE, 4), src[4], load_layer_offset(p_layer_table,
+            16 + SIDE, 4),
             head_strides[0],
         )  # fmt: skip
         dst_attributes = (
-            dst[3], load_layer_offset(p_layer, 14 + SIDE, 4), dst[4], load_layer_offset(p_layer, 18 + SIDE, 4),
+            dst[3], load_layer_offset(p_layer_table, 14 + SIDE, 4), dst[4], load_layer_offset(p_layer_table,
+            18 + SIDE, 4),
             head_strides[1],
         )  # fmt: skip
         unequal_channels = count_unequal_channel_scales(src_attributes, dst_attributes, head, D, D_PAD)

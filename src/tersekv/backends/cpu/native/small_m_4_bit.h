@@ -72,18 +72,18 @@ INLINE void decode_64_e4m3_scales(__m512i codes, const Table<E4M3>& table, float
 }
 
 // Copies the scales of BLOCKS blocks of a token, 8 bytes; past the row's end they are 0 and not read.
-INLINE void load_scales_of_token(const Rows& rows, int64_t token, int64_t first_block, int64_t num_blocks, uint64_t* out) {
+INLINE void load_scales_of_token(const Rows& rows, int64_t token, int64_t first_block, int64_t blocks_per_row, uint64_t* out) {
     const uint8_t* row = rows.of(token < rows.count ? token : rows.count - 1) + first_block;
-    __mmask16 inside = static_cast<__mmask16>(first_bytes(num_blocks - first_block) & 0xFF);
+    __mmask16 inside = static_cast<__mmask16>(first_bytes(blocks_per_row - first_block) & 0xFF);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_maskz_loadu_epi8(inside, row));
     rows.ahead->prefetch_line();
 }
 
 // Loads the block scales of a tile's keys, [block, key].
-inline void load_scales_by_block(const Rows& rows, int64_t first_block, int64_t num_blocks, float (&out)[BLOCKS][BLOCK_N]) {
+inline void load_scales_by_block(const Rows& rows, int64_t first_block, int64_t blocks_per_row, float (&out)[BLOCKS][BLOCK_N]) {
     alignas(64) uint64_t raw[BLOCK_N];
     // In the order that leaves keys in order after `decode_64_e4m3_scales`.
-    for (int64_t t = 0; t < BLOCK_N; t++) load_scales_of_token(rows, t, first_block, num_blocks, raw + t / 4 % 4 * 16 + t / 16 * 4 + t % 4);
+    for (int64_t t = 0; t < BLOCK_N; t++) load_scales_of_token(rows, t, first_block, blocks_per_row, raw + t / 4 % 4 * 16 + t / 16 * 4 + t % 4);
     __m512i a[8];
     const Table<E4M3> table;
     const __m512i order = _mm512_load_si512(NIBBLE_ORDERS.blocks);
@@ -197,12 +197,12 @@ struct BlockScaledP {
     alignas(64) uint32_t units[ROWS][BLOCK_N / 2][BLOCKS];
 
     // Packs scaled P, or with `rest` its rounding error. A masked P stays 0, whatever the scale.
-    void pack_scaled_p(const Rows& scale_rows, int64_t first_block, int64_t num_blocks, const float* probabilities, bool residual_of_p) {
+    void pack_scaled_p(const Rows& scale_rows, int64_t first_block, int64_t blocks_per_row, const float* probabilities, bool residual_of_p) {
         alignas(64) uint64_t raw[BLOCK_N];
         alignas(64) float scales[BLOCK_N / 2][16];  // per pair: one token's and the other's, block by block
         int64_t count = round_up(scale_rows.count, 8);
         const Table<E4M3> table;
-        for (int64_t t = 0; t < count; t++) load_scales_of_token(scale_rows, t, first_block, num_blocks, raw + t);
+        for (int64_t t = 0; t < count; t++) load_scales_of_token(scale_rows, t, first_block, blocks_per_row, raw + t);
         for (int64_t t = 0; t < count; t += 8) {
             __m512i codes = _mm512_permutexvar_epi8(_mm512_load_si512(NIBBLE_ORDERS.pairs), _mm512_load_si512(raw + t));
             decode_64_e4m3_scales(codes, table, scales[t / 2]);

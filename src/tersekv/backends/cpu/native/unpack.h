@@ -67,10 +67,10 @@ inline VecF decode_e8m0(VecI x) {
 
 // Decodes sixteen codes in the lowest bytes.
 template <int64_t DTYPE>
-inline VecF decode(__m256i raw) {
-    if (DTYPE == BF16) return (VecF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
-    if (DTYPE == F16) return (VecF)_mm512_cvtph_ps(raw);
-    __m128i codes = _mm256_castsi256_si128(raw);
+inline VecF decode_vector_to_fp32(__m256i codes_in_lowest_bytes) {
+    if (DTYPE == BF16) return (VecF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(codes_in_lowest_bytes), 16);
+    if (DTYPE == F16) return (VecF)_mm512_cvtph_ps(codes_in_lowest_bytes);
+    __m128i codes = _mm256_castsi256_si128(codes_in_lowest_bytes);
     if (is_4_bit(DTYPE)) {
         // Eight bytes, one per quadword; each half gets its nibble in its lowest bits.
         __m512i x = _mm512_cvtepu8_epi64(codes);
@@ -91,13 +91,13 @@ template <int64_t DTYPE>
 inline VecF decode_partial(const uint8_t* row, int64_t c, int64_t columns) {
     constexpr int BITS = bits_of(DTYPE);
     int64_t bytes = (columns - c < W ? columns - c : W) * BITS / 8;
-    return decode<DTYPE>(_mm256_maskz_loadu_epi8((1ull << bytes) - 1, row + c * BITS / 8));
+    return decode_vector_to_fp32<DTYPE>(_mm256_maskz_loadu_epi8((1ull << bytes) - 1, row + c * BITS / 8));
 }
 
 #elif defined(__AVX2__)
 
 template <int64_t DTYPE>
-inline VecF decode(const uint8_t* p) {
+inline VecF decode_vector_to_fp32(const uint8_t* p) {
     if (DTYPE == BF16) return (VecF)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
     if (DTYPE == F16) return (VecF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
     if (is_4_bit(DTYPE)) {
@@ -122,7 +122,7 @@ inline VecF decode(const uint8_t* p) {
 #else
 
 template <int64_t DTYPE>
-inline VecF decode(const uint8_t* p) {
+inline VecF decode_vector_to_fp32(const uint8_t* p) {
     VecF x;
     for (int i = 0; i < W; i++) x[i] = decode_element(DTYPE, p, i);
     return x;
@@ -135,10 +135,10 @@ inline VecF decode(const uint8_t* p) {
 template <int64_t DTYPE>
 inline VecF decode_partial(const uint8_t* row, int64_t c, int64_t columns) {
     constexpr int BITS = bits_of(DTYPE);
-    if (c + W <= columns) return decode<DTYPE>(row + c * BITS / 8);
+    if (c + W <= columns) return decode_vector_to_fp32<DTYPE>(row + c * BITS / 8);
     uint8_t last[W * 2] = {};
     memcpy(last, row + c * BITS / 8, (columns - c) * BITS / 8);
-    return decode<DTYPE>(last);
+    return decode_vector_to_fp32<DTYPE>(last);
 }
 #endif
 

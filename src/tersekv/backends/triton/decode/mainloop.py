@@ -157,7 +157,7 @@ def load_stored_scales(XS, page_ids, n_block, m_n, stride_page, stride_slot, str
 
 
 @triton.jit
-def load_kv_scales(
+def load_stored_kv_scales(
     K_SCALES, V_SCALES, page_ids, n_block, num_keys, h, stride_k_scales_p, stride_k_scales_s, stride_k_scales_h,
     stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, UNROLL: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
@@ -394,7 +394,7 @@ def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, scale, softcap, n_bl
     # to this range it would cover these loads too; since the next iteration needs them, Triton would then pipeline
     # nothing, as it does where a value is carried over two iterations.
     page_ids = load_page_ids_or_listed_keys_unrolled(key_source, unmasked_begin, num_keys, cfg.UNROLL, cfg)
-    k_scales, v_scales = load_kv_scales(
+    k_scales, v_scales = load_stored_kv_scales(
         K_SCALES, V_SCALES, page_ids, unmasked_begin, num_keys, h, stride_k_scales_p, stride_k_scales_s,
         stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, cfg.UNROLL, cfg,
     )  # fmt: skip
@@ -411,7 +411,7 @@ def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, scale, softcap, n_bl
         s, inv_v_scales = compute_scores_unrolled(K, k_scales, v_scales, MASK, q, scale, softcap, page_ids, n_block,
                                                   num_keys, num_q_rows, row_begin, q_begin, h, stride_k_p, stride_k_s,
                                                   stride_k_h, stride_mask_t, cfg.UNROLL, LISTED, cfg)  # fmt: skip
-        next_k_scales, next_v_scales = load_kv_scales(
+        next_k_scales, next_v_scales = load_stored_kv_scales(
             K_SCALES, V_SCALES, next_page_ids, n_block + cfg.UNROLL, num_keys, h, stride_k_scales_p, stride_k_scales_s,
             stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, cfg.UNROLL, cfg,
         )  # fmt: skip
@@ -435,7 +435,7 @@ def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, scale, softcap, n_bl
                 unmasked_end + i - (unmasked_begin - n_block_begin),
             )
             page_ids_here = load_page_ids_or_listed_keys_unrolled(key_source, n_block, num_keys, 1, cfg)
-            k_scales_here, v_scales_here = load_kv_scales(
+            k_scales_here, v_scales_here = load_stored_kv_scales(
                 K_SCALES, V_SCALES, page_ids_here, n_block, num_keys, h, stride_k_scales_p, stride_k_scales_s,
                 stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, 1, cfg,
             )  # fmt: skip

@@ -53,7 +53,7 @@ def make_append_and_chunk_launches(f: SimpleNamespace, choice: MLAPrefillConfig)
     if f.q.shape[0] == 0:
         return HostAction(_fill_seq_lens_out)
     rope_norm_store_launch = rope_norm_store.make_rope_norm_store_launch(
-        f, choice.native_casts, no_keys=not has_keys_and_queries(f)
+        f, choice.native_casts, store_empty_outputs=not has_keys_and_queries(f)
     )
     if f.q.shape[1] == 0 or not has_keys_and_queries(f):
         return LaunchSequence(rope_norm_store_launch)

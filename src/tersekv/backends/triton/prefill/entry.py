@@ -143,7 +143,7 @@ def configure(f: SimpleNamespace) -> Config:
     }  # fmt: skip
     grid = (_num_m_blocks(f, t) * f.k_cache.shape[2],)
     if f.prefill_invariant:
-        return Config(cfg, _prefill_invariant_launches(f, cfg, grid[0], arguments, t))
+        return Config(cfg, _fixed_split_launches(f, cfg, grid[0], arguments, t))
     arguments["SPLIT_WORKSPACE"] = None
     return Config(
         cfg,
@@ -151,7 +151,7 @@ def configure(f: SimpleNamespace) -> Config:
     )
 
 
-def _prefill_invariant_launches(
+def _fixed_split_launches(
     f: SimpleNamespace, cfg: Constants, programs: int, arguments: dict[str, Any], tile: TileConfig
 ) -> LaunchSequence:
     """Returns the launches of a prefill-invariant call: a program for each split where whole rows would leave

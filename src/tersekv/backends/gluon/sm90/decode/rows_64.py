@@ -236,7 +236,7 @@ def store_zero_points_to_smem(converted_stages, iter, scales, cfg: gl.constexpr)
 def get_block_scales_or_load_zero_points(
     converted_stages, iter, scales, IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
-    """Returns what `dequant_block_to_fp16` needs beside codes: block scales as loaded, or zero points, per buffer
+    """Returns what `convert_block_to_fp16` needs beside codes: block scales as loaded, or zero points, per buffer
     [KEYS_PER_BUFFER]."""
     if cfg.CODE == "int4":
         L: gl.constexpr = gl.SliceLayout(1, packed_codes_layout(cfg.PACKED_K, tile_cfg))
@@ -289,19 +289,19 @@ def expand_block_scales(scale_bytes, PACKED_DIM: gl.constexpr, tile_cfg: gl.cons
 
 
 @gluon.jit
-def dequant_block_to_fp16(packed, dequant_scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns codes as fp16, per buffer [KEYS_PER_BUFFER, PACK × PACKED_K]."""
+def convert_block_to_fp16(packed, block_scales_or_zero_points, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns codes as fp16, times block scales or less zero points, if any; [KEYS_PER_BUFFER, PACK × PACKED_K] a buffer."""
     PACKED_DIM: gl.constexpr = cfg.PACKED_K
     out = ()
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
         if cfg.PACK == 4:
             if cfg.BLOCK_SCALES:
                 halves = dequant_e2m1_to_4_operands(
-                    packed[j], expand_block_scales(dequant_scales[j], PACKED_DIM, tile_cfg), True
+                    packed[j], expand_block_scales(block_scales_or_zero_points[j], PACKED_DIM, tile_cfg), True
                 )
             else:
                 gl.static_assert(cfg.CODE == "int4", "a code that this kernel does not know")
-                halves = int4_rows_minus_zero_points_to_operands(packed[j], dequant_scales[j])
+                halves = int4_rows_minus_zero_points_to_operands(packed[j], block_scales_or_zero_points[j])
             low0, low1, high0, high1 = halves
             x = gl.join(gl.join(low0, high0), gl.join(low1, high1))
             x = x.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
@@ -389,7 +389,7 @@ def converter(
             page_id = load_page_id(page_table, n_block + 2, n_block + 1 < last_block, cfg)
             # Convert K into a free stage.
             store_zero_points_to_smem(converted_stages, iter, scales, cfg)
-            k = dequant_block_to_fp16(
+            k = convert_block_to_fp16(
                 packed,
                 get_block_scales_or_load_zero_points(converted_stages, iter, scales, False, cfg, tile_cfg),
                 cfg,
@@ -409,7 +409,7 @@ def converter(
             if not cfg.BLOCK_SCALES:  # those of invalid keys are 0  # noqa: SIM102 - known to the compiler
                 if ((n_block + 1) * cfg.BLOCK_N > num_keys) | (cfg.WINDOW > 0):
                     packed = zero_invalid_v_codes(packed, n_block, num_keys, num_q_rows, cfg, tile_cfg)
-            v = dequant_block_to_fp16(
+            v = convert_block_to_fp16(
                 packed,
                 get_block_scales_or_load_zero_points(converted_stages, iter, scales, True, cfg, tile_cfg),
                 cfg,
@@ -437,9 +437,10 @@ def converter(
 
 
 @gluon.jit
-def load_query_fragment_and_q_scales(
-    tensors, strides, smem_column_scales, work_tile, kv_head, row_begin, sign, cfg: gl.constexpr, tile_cfg: gl.constexpr
-):
+def load_query_fp16_fragment_and_q_scales(
+    tensors, strides, smem_column_scales, work_tile, kv_head, row_begin, score_scale_sign, cfg: gl.constexpr,
+    tile_cfg: gl.constexpr,
+):  # fmt: skip
     """Returns (64 query rows from row_begin on, fp16, as the left operand; a scale of their scores
     [ROWS_PER_WARPGROUP]): see `producer.rotate_to_query_operands_and_q_scales`."""
     S: gl.constexpr = score_layout(cfg)
@@ -452,7 +453,7 @@ def load_query_fragment_and_q_scales(
     )
     x = scale_and_rotate_query(x, smem_column_scales, 1, cfg, tile_cfg)
     exponent, inv_scale = exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
-    inv_scale = inv_scale * sign
+    inv_scale = inv_scale * score_scale_sign
     q_scales = gl.convert_layout(exponent_to_float(exponent) * cfg.K_RESIDUAL_SCALE, gl.SliceLayout(1, S))
     return (x * inv_scale[:, None]).to(gl.float16), q_scales
 
@@ -700,7 +701,7 @@ def consumer(
         )
         work_tile = make_work_tile_at_block(block, block_end, i_request, n_block_base, request)
         row_begin = work_tile.m_block * cfg.BLOCK_M + I_CONSUMER * ROWS_PER_WARPGROUP
-        q, q_scales = load_query_fragment_and_q_scales(
+        q, q_scales = load_query_fp16_fragment_and_q_scales(
             tensors, strides, smem_column_scales, work_tile, kv_head, row_begin, sign, cfg, tile_cfg
         )
         score_scales = q_scales * (head_score_scale * sign)

@@ -244,7 +244,7 @@ def load_and_expand_block_scales(smem_scales, PACKED_DIM: gl.constexpr, cfg: gl.
 
 
 @gluon.jit
-def dequant_stage_to_smem(smem_codes, smem_scales, smem_fp16, stage, n_block, num_keys, num_q_rows,
+def convert_stage_to_fp16_in_smem(smem_codes, smem_block_scales, smem_fp16, stage, n_block, num_keys, num_q_rows,
 MASKED: gl.constexpr,
                     IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
     """Stores a stage's codes as fp16 to shared memory [BLOCK_N, PACK × PACKED_DIM]; invalid keys become zeros if
@@ -273,7 +273,8 @@ MASKED: gl.constexpr,
             packed = gl.where(valid, packed, 0)
         if cfg.BLOCK_SCALES:
             block_scales = load_and_expand_block_scales(
-                smem_scales[1 if IS_V else 0].slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER), PACKED_DIM,
+                smem_block_scales[1 if IS_V else 0].slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER),
+                PACKED_DIM,
                 cfg, tile_cfg,
             )  # fmt: skip
             if MASKED:
@@ -350,7 +351,7 @@ def mainloop(
     else:
         q = smem_q
     mbarrier.wait(full_barriers[0].index(iter % tile_cfg.STAGES), (iter // tile_cfg.STAGES) & 1)
-    dequant_stage_to_smem(
+    convert_stage_to_fp16_in_smem(
         smem_kv.k, smem_scales, smem_k, iter % tile_cfg.STAGES, n_block_begin, num_keys, num_q_rows, False, False, cfg,
         tile_cfg,
     )  # fmt: skip
@@ -376,11 +377,11 @@ def mainloop(
         mbarrier.wait(full_barriers[1].index(stage), (iter // tile_cfg.STAGES) & 1)
         is_unmasked = (n_block >= unmasked_begin) & (n_block < unmasked_end)
         if is_unmasked:
-            dequant_stage_to_smem(
+            convert_stage_to_fp16_in_smem(
                 smem_kv.v, smem_scales, smem_v, stage, n_block, num_keys, num_q_rows, False, True, cfg, tile_cfg
             )
         else:
-            dequant_stage_to_smem(
+            convert_stage_to_fp16_in_smem(
                 smem_kv.v, smem_scales, smem_v, stage, n_block, num_keys, num_q_rows, True, True, cfg, tile_cfg
             )
         # Mask and online softmax.
@@ -410,7 +411,7 @@ def mainloop(
         iter += 1
         if n_block + 1 < n_block_end:
             mbarrier.wait(full_barriers[0].index(iter % tile_cfg.STAGES), (iter // tile_cfg.STAGES) & 1)
-            dequant_stage_to_smem(
+            convert_stage_to_fp16_in_smem(
                 smem_kv.k, smem_scales, smem_k, iter % tile_cfg.STAGES, n_block + 1, num_keys, num_q_rows, False,
                 False, cfg, tile_cfg,
             )  # fmt: skip

@@ -5,7 +5,7 @@ the last are filled with 0.
 Every thread arrives at a full barrier once its copies are there (`copy_arrivals`). They are not MMA's kind of writes:
 who multiplies fences after the wait.
 
-Wait for a free stage: `gather_producer`, on `empty`; mask, rescale, combine: none here.
+Wait for a free stage: `listed_rows_producer`, on `empty`; mask, rescale, combine: none here.
 """
 
 from typing import NamedTuple
@@ -26,9 +26,9 @@ class CacheRows(NamedTuple):
     CKV: gl.tensor
     KPE: gl.tensor
     SCALES: gl.tensor
-    ckv_pitch: gl.tensor
-    kpe_pitch: gl.tensor
-    scale_pitch: gl.tensor
+    ckv_row_pitch_16_bytes: gl.tensor
+    kpe_row_pitch_16_bytes: gl.tensor
+    scale_row_pitch_16_bytes: gl.tensor
 
 
 @gluon.constexpr_function
@@ -47,14 +47,14 @@ def load_rows(p_rows, n_block, num_keys, COLUMNS: gl.constexpr, BITS: gl.constex
 
 
 @gluon.jit
-def start_copy_of_gathered_rows(X, pitch, rows, first_column, smem_tile):
+def start_copy_of_gathered_rows(X, row_pitch_16_bytes, rows, first_column, smem_tile):
     """Starts the copies of a tile's columns, from `first_column` on."""
     COLUMNS: gl.constexpr = smem_tile.shape[1]
     BITS: gl.constexpr = smem_tile.dtype.primitive_bitwidth
     LAYOUT: gl.constexpr = copy_layout(COLUMNS, BITS, gl.num_warps())
     rows = gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
     o_d = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    p_row = X + rows.to(gl.int64) * pitch * (8 * COPY_BYTES // BITS)
+    p_row = X + rows.to(gl.int64) * row_pitch_16_bytes * (8 * COPY_BYTES // BITS)
     async_load(smem_tile, p_row[:, None] + o_d[None, :], mask=(rows >= 0)[:, None])
 
 

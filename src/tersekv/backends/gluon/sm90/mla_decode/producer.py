@@ -154,10 +154,11 @@ def tensor_copy_producer(
 
 
 @gluon.jit
-def gather_producer(
-    cache_rows, page_lookup, full, empty, smem_kv, cta_range, scale_prefetch, STAGES: gl.constexpr, cfg: gl.constexpr
-):
-    """Copies every tile of the CTA range by rows (`gather`)."""
+def listed_rows_producer(
+    cache_rows, listed_rows_lookup, full, empty, smem_kv, cta_range, scale_prefetch, STAGES: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Copies every tile of the CTA range by rows (`gather`). listed_rows_lookup: its table has a cache row per key."""
     PREPARES_SCALES: gl.constexpr = len(scale_prefetch) > 0 and cfg.GROUP_SCALES
     NUM_FULL_BARRIERS: gl.constexpr = full.shape[0]
     CKV_COLUMNS: gl.constexpr = smem_kv.latents.shape[2]
@@ -169,13 +170,16 @@ def gather_producer(
         cta_range.block_begin, cta_range.block_end, cta_range.i_request, cta_range.n_block_base,
     )  # fmt: skip
     kv_iter = 0
-    request = load_request_shape(page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, i_request, True, cfg)
+    request = load_request_shape(listed_rows_lookup.SEQ_LENS, listed_rows_lookup.CU_SEQLENS_Q, i_request, True, cfg)
     while block < block_end:
         # Next work tile.
         i_request, n_block_base, request = advance_to_request_of_block(
-            page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
+            listed_rows_lookup.SEQ_LENS, listed_rows_lookup.CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
         )
-        p_rows, num_keys = page_lookup.PAGE_TABLE + i_request.to(gl.int64) * page_lookup.stride, request.num_keys
+        p_rows, num_keys = (
+            listed_rows_lookup.PAGE_TABLE + i_request.to(gl.int64) * listed_rows_lookup.stride,
+            request.num_keys,
+        )
         work_tile = make_work_tile_at_block(block, block_end, i_request, n_block_base, request)
         next_rows = load_rows(p_rows, work_tile.n_block_begin, num_keys, CKV_COLUMNS, CKV_BITS, cfg)
         for n_block in range(work_tile.n_block_begin, work_tile.n_block_end):
@@ -192,7 +196,7 @@ def gather_producer(
                     p_scales = (
                         cache_rows.SCALES
                         + gl.convert_layout(scale_rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True).to(gl.int64)
-                        * cache_rows.scale_pitch
+                        * cache_rows.scale_row_pitch_16_bytes
                         * 4
                     )
                     p_scales = p_scales[:, None] + gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -203,14 +207,18 @@ def gather_producer(
             stage = kv_iter % STAGES
             mbarrier.wait(empty.index(stage), ((kv_iter // STAGES) & 1) ^ 1)
             # Copy the tile.
-            start_copy_of_gathered_rows(cache_rows.KPE, cache_rows.kpe_pitch, pe_rows, 0, smem_kv.pe.index(stage))
+            start_copy_of_gathered_rows(
+                cache_rows.KPE, cache_rows.kpe_row_pitch_16_bytes, pe_rows, 0, smem_kv.pe.index(stage)
+            )
             if cfg.GROUP_SCALES and not PREPARES_SCALES:
                 start_copy_of_gathered_rows(
-                    cache_rows.SCALES, cache_rows.scale_pitch, scale_rows, 0, smem_kv.scales.index(stage)
+                    cache_rows.SCALES, cache_rows.scale_row_pitch_16_bytes, scale_rows, 0, smem_kv.scales.index(stage)
                 )
             for i in gl.static_range(cfg.DV // CKV_COLUMNS):
                 smem_tile = smem_tile_of_columns(smem_kv.latents, stage, i, STAGES)
-                start_copy_of_gathered_rows(cache_rows.CKV, cache_rows.ckv_pitch, rows, i * CKV_COLUMNS, smem_tile)
+                start_copy_of_gathered_rows(
+                    cache_rows.CKV, cache_rows.ckv_row_pitch_16_bytes, rows, i * CKV_COLUMNS, smem_tile
+                )
             signal_copies(full.index(kv_iter % NUM_FULL_BARRIERS))
             if PREPARES_SCALES:
                 store_score_scales_and_v_scale_ratios(
@@ -229,6 +237,6 @@ def producer(
 ):  # fmt: skip
     """Copies every tile of the CTA range: by tensor maps, or listed keys by their rows."""
     if cfg.GATHER_ROWS:
-        gather_producer(cache_rows, page_lookup, full, empty, smem_kv, cta_range, scale_prefetch, STAGES, cfg)
+        listed_rows_producer(cache_rows, page_lookup, full, empty, smem_kv, cta_range, scale_prefetch, STAGES, cfg)
     else:
         tensor_copy_producer(tensor_maps, page_lookup, full, empty, smem_kv, cta_range, scale_prefetch, STAGES, cfg)

@@ -691,7 +691,8 @@ def allocate_smem_bf16(CKV_MAP, KPE_MAP, STAGES: gl.constexpr, cfg: gl.constexpr
 
 @gluon.jit
 def mla_decode_small_m_kernel(
-    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch,
+    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, CKV, KPE, SCALES, ckv_row_pitch_16_bytes, kpe_row_pitch_16_bytes,
+    scale_row_pitch_16_bytes,
     PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE,
     softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
     B, T, oob_row, scale_rows_per_page, max_m_blocks, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h,
@@ -715,7 +716,7 @@ def mla_decode_small_m_kernel(
         stride_lse_h,
     )  # fmt: skip
     tensor_maps = TensorMaps(CKV_MAP, KPE_MAP, SCALES_MAP)
-    cache_rows = CacheRows(CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch)
+    cache_rows = CacheRows(CKV, KPE, SCALES, ckv_row_pitch_16_bytes, kpe_row_pitch_16_bytes, scale_row_pitch_16_bytes)
     page_lookup = PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b, oob_row, scale_rows_per_page)
     block_counts = ()
     if fits_all_requests(cfg):

@@ -806,7 +806,8 @@ def pv_warpgroup(tensors, q, smem_kv, mbarriers, buffers, score_scale, cta_range
 
 @gluon.jit
 def mla_decode_three_warpgroups_kernel(
-    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch,
+    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, CKV, KPE, SCALES, ckv_row_pitch_16_bytes, kpe_row_pitch_16_bytes,
+    scale_row_pitch_16_bytes,
     PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE,
     softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
     B, T, oob_row, scale_rows_per_page, max_m_blocks, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h,
@@ -828,7 +829,7 @@ def mla_decode_three_warpgroups_kernel(
         stride_lse_h,
     )  # fmt: skip
     tensor_maps = TensorMaps(CKV_MAP, KPE_MAP, SCALES_MAP)
-    cache_rows = CacheRows(CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch)
+    cache_rows = CacheRows(CKV, KPE, SCALES, ckv_row_pitch_16_bytes, kpe_row_pitch_16_bytes, scale_row_pitch_16_bytes)
     page_lookup = PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b, oob_row, scale_rows_per_page)
     if cfg.VARLEN_Q:
         padding_begin = gl.load(CU_SEQLENS_Q + B).to(gl.int32)  # arrives with the lengths

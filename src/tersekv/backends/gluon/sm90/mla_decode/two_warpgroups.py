@@ -140,10 +140,12 @@ def acquire_and_gather_kv_tile(cache_rows, smem_kv, mbarriers, stage: gl.constex
         )
         for i in gl.static_range(TILES_PER_GROUP):
             first_column = i_group * GROUP_COLUMNS + i * TILE_COLUMNS
-            start_copy_of_gathered_rows(cache_rows.CKV, cache_rows.ckv_pitch, rows, first_column, smem_tiles.index(i))
+            start_copy_of_gathered_rows(
+                cache_rows.CKV, cache_rows.ckv_row_pitch_16_bytes, rows, first_column, smem_tiles.index(i)
+            )
         signal_copies(full.index(COLUMN_GROUPS * stage + i_group))
     # Copy the rotary part.
-    start_copy_of_gathered_rows(cache_rows.KPE, cache_rows.kpe_pitch, rows, 0, k_pe.index(stage))
+    start_copy_of_gathered_rows(cache_rows.KPE, cache_rows.kpe_row_pitch_16_bytes, rows, 0, k_pe.index(stage))
     signal_copies(full.index(2 * COLUMN_GROUPS + stage))
 
 
@@ -202,8 +204,10 @@ def producer(tensor_maps, cache_rows, page_lookup, smem_kv, mbarriers, cta_range
 
 
 @gluon.jit
-def copy_query_columns_to_smem(tensors, q, sign, work_tile, h, strides, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
-    """Loads half of the query's columns, times `sign`, into shared memory; the right one also loads the rotary part."""
+def copy_query_columns_to_smem(
+    tensors, q, score_scale_sign, work_tile, h, strides, I_CONSUMER: gl.constexpr, cfg: gl.constexpr
+):
+    """Loads half of the query's columns, times score_scale_sign, into shared memory; the right one also the rope part."""
     q_nope, q_pe = q
     q_half = q_nope.index(I_CONSUMER)
     COLUMN_TILES: gl.constexpr = q_half.shape[0] // cfg.BLOCK_M
@@ -221,9 +225,11 @@ def copy_query_columns_to_smem(tensors, q, sign, work_tile, h, strides, I_CONSUM
     if I_CONSUMER == 1:
         p_q_pe = (tensors.Q_PE + tokens * strides.q_pe_t + heads * strides.q_pe_h)[:, None] + o_d[None, :]
         q_pe_tile = gl.load(p_q_pe, mask=m_row[:, None], other=0.0)
-        q_pe.index(0).store((q_pe_tile.to(gl.float32) * sign).to(q_pe.dtype))
+        q_pe.index(0).store((q_pe_tile.to(gl.float32) * score_scale_sign).to(q_pe.dtype))
     for i in gl.static_range(COLUMN_TILES):
-        q_half.slice(i * cfg.BLOCK_M, cfg.BLOCK_M).store((column_tiles[i].to(gl.float32) * sign).to(q_nope.dtype))
+        q_half.slice(i * cfg.BLOCK_M, cfg.BLOCK_M).store(
+            (column_tiles[i].to(gl.float32) * score_scale_sign).to(q_nope.dtype)
+        )
     fence_async_shared()
 
 
@@ -610,7 +616,8 @@ def consumer(
 
 @gluon.jit
 def mla_decode_two_warpgroups_kernel(
-    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch,
+    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, CKV, KPE, SCALES, ckv_row_pitch_16_bytes, kpe_row_pitch_16_bytes,
+    scale_row_pitch_16_bytes,
     PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE,
     softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
     B, T, oob_row, scale_rows_per_page, max_m_blocks, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h,
@@ -632,7 +639,7 @@ def mla_decode_two_warpgroups_kernel(
         stride_lse_h,
     )  # fmt: skip
     tensor_maps = TensorMaps(CKV_MAP, KPE_MAP, SCALES_MAP)
-    cache_rows = CacheRows(CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch)
+    cache_rows = CacheRows(CKV, KPE, SCALES, ckv_row_pitch_16_bytes, kpe_row_pitch_16_bytes, scale_row_pitch_16_bytes)
     page_lookup = PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b, oob_row, scale_rows_per_page)
     if cfg.VARLEN_Q:
         padding_begin = gl.load(CU_SEQLENS_Q + B).to(gl.int32)  # arrives with the lengths

@@ -113,25 +113,25 @@ def acc_layout(cfg):
 
 
 @gluon.jit
-def warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER: gl.constexpr, cfg: gl.constexpr, ENABLED=True):
+def warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER: gl.constexpr, cfg: gl.constexpr, enabled=True):
     """Waits until the other consumer has issued its MMAs: of this block, or of the last one."""
     if cfg.PING_PONG:
         phase = (iter & 1) ^ (1 - I_CONSUMER)
-        mbarrier.wait(shared_p.warp_scheduler_barriers.index(I_CONSUMER), phase, pred=ENABLED)
+        mbarrier.wait(shared_p.warp_scheduler_barriers.index(I_CONSUMER), phase, pred=enabled)
 
 
 @gluon.jit
-def warp_scheduler_barrier_arrive(shared_p, I_CONSUMER: gl.constexpr, cfg: gl.constexpr, ENABLED=True):
+def warp_scheduler_barrier_arrive(shared_p, I_CONSUMER: gl.constexpr, cfg: gl.constexpr, enabled=True):
     """Lets the other consumer issue its MMAs."""
     if cfg.PING_PONG:
-        mbarrier.arrive(shared_p.warp_scheduler_barriers.index(1 - I_CONSUMER), count=1, pred=ENABLED)
+        mbarrier.arrive(shared_p.warp_scheduler_barriers.index(1 - I_CONSUMER), count=1, pred=enabled)
 
 
 # ---- QK ----
 
 
 @gluon.jit
-def wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg: gl.constexpr, ENABLED=True):
+def wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg: gl.constexpr, has_tile=True):
     """Waits for a K tile and starts QK; returns scores [64, BLOCK_N] in flight. Of parts, all but the last are released
     as soon as they are multiplied."""
     zero = gl.full([ROWS_PER_WARPGROUP, cfg.BLOCK_N], 0, gl.float32, score_layout(cfg))
@@ -141,23 +141,23 @@ def wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg: gl.constexpr, ENABLED=
         s = zero
         for part in range(cfg.K_PARTS):
             stage, phase = stage_and_phase(iter * cfg.K_PARTS + part, STAGES)
-            mbarrier.wait(k_stages.full_barriers.index(stage), phase, pred=ENABLED)
+            mbarrier.wait(k_stages.full_barriers.index(stage), phase, pred=has_tile)
             k = k_stages.tiles.index(stage).permute((1, 0))
             s = warpgroup_mma_wait(1, [warpgroup_mma(q_parts.index(part), k, s, is_async=True)])
             prev_stage, _ = stage_and_phase(iter * cfg.K_PARTS + part - 1, STAGES)
-            mbarrier.arrive(k_stages.empty_barriers.index(prev_stage), count=1, pred=(part > 0) & ENABLED)
+            mbarrier.arrive(k_stages.empty_barriers.index(prev_stage), count=1, pred=(part > 0) & has_tile)
         return s
     else:
         stage, phase = stage_and_phase(iter, cfg.STAGES)
-        mbarrier.wait(k_stages.full_barriers.index(stage), phase, pred=ENABLED)
+        mbarrier.wait(k_stages.full_barriers.index(stage), phase, pred=has_tile)
         return warpgroup_mma(q, k_stages.tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def release_k(k_stages, iter, cfg: gl.constexpr, ENABLED=True):
+def release_k(k_stages, iter, cfg: gl.constexpr, enabled=True):
     """Releases a K tile after QK, of parts the last one."""
     stage, _ = stage_and_phase(iter * cfg.K_PARTS + (cfg.K_PARTS - 1), k_stages.tiles.shape[0])
-    mbarrier.arrive(k_stages.empty_barriers.index(stage), count=1, pred=ENABLED)
+    mbarrier.arrive(k_stages.empty_barriers.index(stage), count=1, pred=enabled)
 
 
 @gluon.jit
@@ -265,11 +265,11 @@ def zero_oob_v_rows_in_smem(smem_v, key_begin, key_end):
 
 @gluon.jit
 def wait_v_and_zero_oob_rows(
-    v_stages, iter, mask_args, n_start, is_edge, ZERO_INVALID: gl.constexpr, cfg: gl.constexpr, ENABLED=True
+    v_stages, iter, mask_args, n_start, is_edge, ZERO_INVALID: gl.constexpr, cfg: gl.constexpr, must_wait=True
 ):
     """Waits for a V tile and, where it is at an edge, zeros its invalid rows."""
     stage, phase = stage_and_phase(iter, cfg.STAGES)
-    mbarrier.wait(v_stages.full_barriers.index(stage), phase, pred=ENABLED)
+    mbarrier.wait(v_stages.full_barriers.index(stage), phase, pred=must_wait)
     if ZERO_INVALID:  # noqa: SIM102 - known to the compiler, unlike the other
         if is_edge:
             zero_oob_v_rows_in_smem(
@@ -480,7 +480,7 @@ def init_acc_and_max(cfg: gl.constexpr):
 @gluon.jit
 def first_softmax_step(
     s, acc_and_max, mask_args, n_start, score_scales, tile_v_scale, softcap, shared_p, iter, DTYPE: gl.constexpr,
-    cfg: gl.constexpr, ENABLED=True,
+    cfg: gl.constexpr, enabled=True,
 ):  # fmt: skip
     """Returns the softmax state after a work tile's first scores."""
     acc_o, row_max = acc_and_max
@@ -490,7 +490,7 @@ def first_softmax_step(
         s, row_max, mask_args, n_start, score_scales, tile_v_scale, softcap, True, cfg
     )
     if cfg.COLUMN_SPLIT:  # noqa: SIM102 - known to the compiler, unlike the other
-        if ENABLED:
+        if enabled:
             store_p_and_rescale_for_second_consumer(shared_p, p, rescale, iter, DTYPE)
     if cfg.FP8_PV:
         zeros = init_half_acc(ROWS_PER_WARPGROUP, cfg)

@@ -37,7 +37,7 @@ def multiply_smem_q_by_sign(smem_q, sign, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def prepare_query_tile_and_q_scales(
-    q_stages, I_CONSUMER: gl.constexpr, sign, rotation, kv_head, DTYPE: gl.constexpr, cfg: gl.constexpr
+    q_stages, I_CONSUMER: gl.constexpr, score_scale_sign, rotation, kv_head, DTYPE: gl.constexpr, cfg: gl.constexpr
 ):
     """Returns (query rows as an operand in shared memory, 16-bit or in the keys' dtype, q_scales of their scores).
 
@@ -48,17 +48,17 @@ def prepare_query_tile_and_q_scales(
     LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     q_scales = gl.full([ROWS_PER_WARPGROUP], 1.0, gl.float32, gl.SliceLayout(1, score_layout(cfg)))
     if x16.dtype == DTYPE and not cfg.K_ROTATION.ENABLED:
-        multiply_smem_q_by_sign(x16, sign, LOAD_LAYOUT)
+        multiply_smem_q_by_sign(x16, score_scale_sign, LOAD_LAYOUT)
     elif cfg.FP8_QK:
         x16 = view_query_as_8bit(q_stages, I_CONSUMER, DTYPE, cfg)
-        multiply_smem_q_by_sign(x16, sign, LOAD_LAYOUT)
+        multiply_smem_q_by_sign(x16, score_scale_sign, LOAD_LAYOUT)
     else:
         x = x16
         if DTYPE.primitive_bitwidth == 8:
             x = view_query_as_8bit(q_stages, I_CONSUMER, DTYPE, cfg)
         else:
             x = reinterpret(q_stages.tiles, DTYPE, q_stages.tiles.shape, q_stages.tiles.layout).index(I_CONSUMER)
-        x = x.load(LOAD_LAYOUT).to(gl.float32) * sign
+        x = x.load(LOAD_LAYOUT).to(gl.float32) * score_scale_sign
         if cfg.K_ROTATION.ENABLED:
             x = scale_and_rotate_query_rows(x, rotation, kv_head, cfg)
         if gl.bfloat16 == DTYPE or cfg.K_ROTATION.ENABLED:
@@ -81,7 +81,7 @@ def view_query_parts_as(q_stages, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def prepare_query_parts_in_smem_and_q_scales(q_stages, sign, DTYPE: gl.constexpr, cfg: gl.constexpr):
+def prepare_query_parts_in_smem_and_q_scales(q_stages, score_scale_sign, DTYPE: gl.constexpr, cfg: gl.constexpr):
     """Does `prepare_query_tile_and_q_scales` for a query in parts, of which registers hold one. Returns (a part,
     q_scales).
 
@@ -93,7 +93,7 @@ def prepare_query_parts_in_smem_and_q_scales(q_stages, sign, DTYPE: gl.constexpr
     q_scales = gl.full([ROWS_PER_WARPGROUP], 1.0, gl.float32, gl.SliceLayout(1, score_layout(cfg)))
     if x16.dtype == DTYPE or cfg.FP8_QK:
         for part in gl.static_range(PARTS):
-            multiply_smem_q_by_sign(x.index(part), sign, LOAD_LAYOUT)
+            multiply_smem_q_by_sign(x.index(part), score_scale_sign, LOAD_LAYOUT)
     else:
         inv_scale = gl.full([ROWS_PER_WARPGROUP], 1.0, gl.float32, gl.SliceLayout(1, LOAD_LAYOUT))
         if gl.bfloat16 == DTYPE:
@@ -103,7 +103,7 @@ def prepare_query_parts_in_smem_and_q_scales(q_stages, sign, DTYPE: gl.constexpr
             exponent, inv_scale = exponent_and_inv_scale_of_rows(row_max)
             q_scales = gl.convert_layout(exponent_to_float(exponent), q_scales.type.layout)
         for i in gl.static_range(PARTS):  # from the last: an 8-bit part is overwritten by those with a lower index
-            part = x.index(PARTS - 1 - i).load(LOAD_LAYOUT).to(gl.float32) * (inv_scale * sign)[:, None]
+            part = x.index(PARTS - 1 - i).load(LOAD_LAYOUT).to(gl.float32) * (inv_scale * score_scale_sign)[:, None]
             thread_barrier()  # all threads have read the rows that are now overwritten
             x16.index(PARTS - 1 - i).store(part.to(x16.dtype))
         fence_async_shared()
@@ -113,10 +113,10 @@ def prepare_query_parts_in_smem_and_q_scales(q_stages, sign, DTYPE: gl.constexpr
 
 @gluon.jit
 def prepare_query_operand_and_q_scales(
-    q_stages, I_CONSUMER: gl.constexpr, sign, rotation, kv_head, DTYPE: gl.constexpr, cfg: gl.constexpr
+    q_stages, I_CONSUMER: gl.constexpr, score_scale_sign, rotation, kv_head, DTYPE: gl.constexpr, cfg: gl.constexpr
 ):
     """Returns (query operand, q_scales): of one tile, or of parts in shared memory."""
     if cfg.COLUMN_SPLIT:
-        return prepare_query_parts_in_smem_and_q_scales(q_stages, sign, DTYPE, cfg)
+        return prepare_query_parts_in_smem_and_q_scales(q_stages, score_scale_sign, DTYPE, cfg)
     else:
-        return prepare_query_tile_and_q_scales(q_stages, I_CONSUMER, sign, rotation, kv_head, DTYPE, cfg)
+        return prepare_query_tile_and_q_scales(q_stages, I_CONSUMER, score_scale_sign, rotation, kv_head, DTYPE, cfg)
