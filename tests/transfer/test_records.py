@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from contextlib import contextmanager
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier

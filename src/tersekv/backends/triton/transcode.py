@@ -287,7 +287,7 @@ def transcode_rows(
             )  # fmt: skip
         else:
             tl.static_assert(DST_FORMAT.CODE == E2M1, "a code that tiles do not become")
-            dst_scale = load_dequantizing_scale(dst[2], dst[5], p_layer, 10 + SIDE, 22 + SIDE, head, DST_PER_HEAD)
+            dst_scale = load_dequantizing_scale(dst[2], dst[5], p_layer_table, 10 + SIDE, 22 + SIDE, head, DST_PER_HEAD)
             quant_scale = reciprocal_rn(dst_scale)
             global_scale = reciprocal_rn(quant_scale) if dst[2] is None else dst_scale
             quantize_and_store_nvfp4_tiles(

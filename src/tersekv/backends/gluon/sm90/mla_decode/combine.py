@@ -66,7 +66,9 @@ def combine_kernel(
         value_scale = load_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE) * load_scale(
             out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE
         )
-        acc_scale, lse = compute_acc_scale_and_lse(row_max, row_sum, value_scale, SINKS, heads, m_row, cfg, cfg.LSE_OF_KEYS)
+        acc_scale, lse = compute_acc_scale_and_lse(
+            row_max, row_sum, value_scale, SINKS, heads, m_row, cfg, cfg.LSE_OF_KEYS
+        )
         columns = cfg.PACK * (o_d % cfg.BLOCK_DV) + o_d // cfg.BLOCK_DV
         p_out = OUT + (tokens * stride_out_t + heads * stride_out_h)[:, None] + columns[None, :]
         tl.store(p_out, cast_output(acc_o * acc_scale[:, None], OUT, cfg), mask=m_row[:, None])
