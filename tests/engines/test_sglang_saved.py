@@ -108,6 +108,8 @@ def test_sglang_is_told_what_a_token_takes_in_layers_that_differ(parallel, monke
     assert bytes_of_heads(told_of(8), 8)[0] == KV_HEADS * (2 * bf16 + 6 * nvfp4)
     with pytest.raises(NotImplementedError, match="want the same formats in all layers of two pools"):
         bytes_of_heads(told_of(8), 1)
+    with pytest.raises(NotImplementedError, match=r"all layers of a hybrid, got 'nvfp4\+ends=bf16'$"):
+        bytes_of_heads(told_of(8, mambaish_config=object()), 2)
 
 
 def test_what_is_refused(tmp_path, parallel, monkeypatch):

@@ -96,9 +96,8 @@ def _of_file(path: str, layers: int, first: int) -> Chosen:
     return Chosen([Kind(kv_format(k), kv_format(v)) for k, v in own], alike, saved=path)
 
 
-def _two_pools() -> str:
-    more = "with --disable-hybrid-swa-memory there is one"
-    return f"{FORMAT}: want the same formats in all layers of two pools, got {env.sglang_format()!r}; {more}"
+def _alike(of: str = "two pools", more: str = "; with --disable-hybrid-swa-memory there is one") -> str:
+    return f"{FORMAT}: want the same formats in all layers of {of}, got {env.sglang_format()!r}{more}"
 
 
 def bytes_of_heads(kvc: Any, layers: int) -> tuple[int, int]:
@@ -113,7 +112,8 @@ def bytes_of_heads(kvc: Any, layers: int) -> tuple[int, int]:
         raise ValueError(f"{FORMAT}: want attributes of {model.num_hidden_layers} layers, got {got}")
     kinds = every.kinds[:1] * layers if every.alike else every.kinds
     if len(kinds) != layers:
-        raise NotImplementedError(_two_pools())
+        hybrid = getattr(kvc, "mambaish_config", None) is not None
+        raise NotImplementedError(_alike("a hybrid", "") if hybrid else _alike())
     heads = model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size)
     full = heads * sum(kind.row_bytes(model.head_dim, model.v_head_dim) for kind in kinds)
     if not model.is_hybrid_swa:
@@ -203,7 +203,7 @@ class TersekvPool(MHATokenToKVPool):
             return scales if f.scale_block else scales[..., 0]
 
         if not self.chosen.alike and self.model_layer_ids[index] != self.start_layer + index:
-            raise NotImplementedError(_two_pools())  # which of the model's are whose, is told after they are made
+            raise NotImplementedError(_alike())  # which of the model's are whose, is told after they are made
         k, v = self.chosen.kinds[index]
         made = PagedKVLayer(
             pages(self.k_buffer[index], k.storage), pages(self.v_buffer[index], v.storage), (k.name, v.name),
