@@ -142,7 +142,8 @@ def latent_calls(
             # Rows of the engine's strides: the rotary part is cut out of longer ones.
             new = [x.new_zeros(b * n, max(x.stride(0), 1)) for x in q]
             rows = [y.as_strided((b * n, *x.shape[1:]), x.stride()) for x, y in zip(q, new, strict=True)]
-            yield partial(mla_decode, rows[0] if len(rows) == 1 else (rows[0], rows[1]), pages, *where, **options)
+            both = rows[0] if len(rows) == 1 else (rows[0], rows[1])
+            yield partial(mla_decode, both, pages, *where, **options)
 
 
 def sizes(most: int) -> list[int]:
