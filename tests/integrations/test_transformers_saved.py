@@ -153,7 +153,7 @@ def test_a_changed_byte_anywhere_is_refused_and_nothing_comes(tmp_path):
         3, "F32", [], {"dtype": "F32"}, {"dtype": "F31", "shape": [16], "data_offsets": [0, 64]},
         {"dtype": "F32", "shape": [-1], "data_offsets": [0, 64]}, {"dtype": "F32", "shape": [16], "data_offsets": [0]},
         {"dtype": "F32", "shape": 16, "data_offsets": [0, 64]},
-        {"dtype": "F32", "shape": ["a"], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": "a", "data_offsets": [0, 4]},
         {"dtype": "F32", "shape": [2**50], "data_offsets": [0, 2**52]},
         {"dtype": "F32", "shape": [16], "data_offsets": [-64, 0]},
     ],

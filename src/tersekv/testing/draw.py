@@ -387,8 +387,7 @@ def _transcode(dice: Dice, case: Case) -> Case:
     other = replace(case, format=dice.some([*(LATENT_FORMATS if latents else KV_FORMATS)]))
     case, other = ((_latent if latents else _kv)(dice, x) for x in (case, other))
     if latents:
-        rank = other.rank if other.format == "fp8_ds_mla" else case.rank
-        case = replace(case, rank=rank, rope=case.rope or 64)  # no transcode of rows without a rotary part
+        case = replace(case, rank=(other if other.format == "fp8_ds_mla" else case).rank, rope=case.rope or 64)
         values = case.rank + case.rope
     else:  # sizes of heads that all formats hold
         formats = {case.format, case.v_format, other.format, other.v_format} - {""}
