@@ -207,7 +207,7 @@ def _cache_row_args(f: SimpleNamespace, gathers: bool) -> dict[str, Any]:
     """Returns the arguments by which rows of listed keys are copied; pitches in 16 bytes."""
     parts = {"ckv": f.ckv, "kpe": f.kpe, "scale": f.ckv_scale_cache}
     pitches = {
-        f"{name}_pitch": x.stride[1] * x.dtype.itemsize // 16 if gathers and x is not None else 0
+        f"{name}_row_pitch_16_bytes": x.stride[1] * x.dtype.itemsize // 16 if gathers and x is not None else 0
         for name, x in parts.items()
     }
     if not gathers:

@@ -290,7 +290,7 @@ def expand_block_scales(scale_bytes, PACKED_DIM: gl.constexpr, tile_cfg: gl.cons
 
 @gluon.jit
 def convert_block_to_fp16(packed, block_scales_or_zero_points, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns codes as fp16, times block scales or less zero points: [KEYS_PER_BUFFER, PACK × PACKED_K] a buffer."""
+    """Returns codes as fp16, times block scales or less zero points, if any: [keys, PACK × PACKED_K] a buffer."""
     PACKED_DIM: gl.constexpr = cfg.PACKED_K
     out = ()
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):

@@ -207,7 +207,7 @@ def producer(tensor_maps, cache_rows, page_lookup, smem_kv, mbarriers, cta_range
 def copy_query_columns_to_smem(
     tensors, q, score_scale_sign, work_tile, h, strides, I_CONSUMER: gl.constexpr, cfg: gl.constexpr
 ):
-    """Loads half of the columns of q, times score_scale_sign, into shared memory; the right half and the rope part."""
+    """Loads half of the columns of q, times score_scale_sign, into shared memory; the right half and rope."""
     q_nope, q_pe = q
     q_half = q_nope.index(I_CONSUMER)
     COLUMN_TILES: gl.constexpr = q_half.shape[0] // cfg.BLOCK_M
