@@ -338,8 +338,7 @@ def arrive_p_full_if(p_full, is_set):
 
 @gluon.jit
 def compute_scores(smem_kv, q, low_term_acc, stage, opaque_zero, p_full_args, Q_TERMS: gl.constexpr,
-                   SCORE_LAYOUT: gl.constexpr,
-                   cfg: gl.constexpr):  # fmt: skip
+                   SCORE_LAYOUT: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Returns QK of a tile: fp32 [BLOCK_M, BLOCK_N]; with two terms, `low_term_acc` holds the second
     and the rotary part.
 
@@ -602,12 +601,8 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
 @gluon.jit
 def load_packed_v_chunk_of_key_half(smem_packed_v, chunk, key_half: gl.constexpr, ACC_LAYOUT: gl.constexpr):
     """Loads packed V of a chunk for half the keys, transposed: [PACKED_PER_CHUNK, KEYS_PER_HALF]."""
-    return (
-        smem_packed_v.index(chunk)
-        .slice(key_half * KEYS_PER_HALF, KEYS_PER_HALF)
-        .permute((1, 0))
-        .load(gl.DotOperandLayout(0, ACC_LAYOUT, 2))
-    )
+    half = smem_packed_v.index(chunk).slice(key_half * KEYS_PER_HALF, KEYS_PER_HALF)
+    return half.permute((1, 0)).load(gl.DotOperandLayout(0, ACC_LAYOUT, 2))
 
 
 @gluon.jit
@@ -645,8 +640,7 @@ def rescale_acc_if_flagged(acc_o, smem_rescale, rescale_flag, ACC_LAYOUT: gl.con
 
 @gluon.jit
 def wait_p_rescale_and_accumulate_pv(acc_o, smem_packed_v, first_chunk, buffers, p_full, p_iter,
-                                     ACC_LAYOUT: gl.constexpr,
-                                     cfg: gl.constexpr):  # fmt: skip
+                                     ACC_LAYOUT: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Waits for P and returns acc_o + V × P, the last MMAs in flight."""
     smem_p, v_scale_ratios = buffers.smem_p, buffers.v_scale_ratios
     p_stage = p_iter % P_STAGES
@@ -654,9 +648,8 @@ def wait_p_rescale_and_accumulate_pv(acc_o, smem_packed_v, first_chunk, buffers,
     if not cfg.GROUP_SCALES:  # ratios are ready only with P
         v = dequant_v_times_scale_ratios(packed, v_scale_ratios, 0, cfg)
     mbarrier.wait(p_full.index(p_stage), (p_iter // P_STAGES) & 1)
-    acc_o = rescale_acc_if_flagged(
-        acc_o, buffers.rescales.index(p_stage), buffers.rescale_flags.index(p_stage), ACC_LAYOUT
-    )
+    rescale, flag = buffers.rescales.index(p_stage), buffers.rescale_flags.index(p_stage)
+    acc_o = rescale_acc_if_flagged(acc_o, rescale, flag, ACC_LAYOUT)
     if cfg.GROUP_SCALES:
         v = dequant_v_times_scale_ratios(packed, v_scale_ratios.index(first_chunk), 0, cfg)
     for i in gl.static_range(CHUNKS_PER_WARPGROUP):
