@@ -293,17 +293,17 @@ def load_score_scales(q_scales, score_scale, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def start_qk_chunk(q_chunk, k_chunk, acc_s, Q_TERMS: gl.constexpr):
+def start_qk_chunk(q_chunk, k_chunk, s, Q_TERMS: gl.constexpr):
     """Starts QK of a chunk of columns, for all terms of the query; returns it in flight."""
     if Q_TERMS == 2:
-        acc_s = warpgroup_mma(q_chunk.slice(BLOCK_M, BLOCK_M), k_chunk, acc_s, use_acc=False, is_async=True)
-        return warpgroup_mma(q_chunk.slice(0, BLOCK_M), k_chunk, acc_s, is_async=True)
+        s = warpgroup_mma(q_chunk.slice(BLOCK_M, BLOCK_M), k_chunk, s, use_acc=False, is_async=True)
+        return warpgroup_mma(q_chunk.slice(0, BLOCK_M), k_chunk, s, is_async=True)
     else:
-        return warpgroup_mma(q_chunk, k_chunk, acc_s, use_acc=False, is_async=True)
+        return warpgroup_mma(q_chunk, k_chunk, s, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def start_residual_rope_qk_batch(smem_kv, q, stage, opaque_zero, acc_s, i_batch: gl.constexpr, cfg: gl.constexpr):
+def start_residual_rope_qk_batch(smem_kv, q, stage, opaque_zero, s, i_batch: gl.constexpr, cfg: gl.constexpr):
     """Starts batch i_batch of MMA_BATCHES of QK for the query's second terms and the rotary part.
 
     The second terms are 2^-4 of the first: one accumulator holds them all. A warp stalls when too many MMAs are in
@@ -314,16 +314,14 @@ def start_residual_rope_qk_batch(smem_kv, q, stage, opaque_zero, acc_s, i_batch:
     q_nope, q_pe = q
     k_pe_stage = k_pe.index(stage).permute((1, 0))
     if i_batch == 0:
-        acc_s = warpgroup_mma(
-            q_pe.index(opaque_zero).slice(BLOCK_M, BLOCK_M), k_pe_stage, acc_s, use_acc=False, is_async=True
-        )
+        s = warpgroup_mma(q_pe.index(opaque_zero).slice(BLOCK_M, BLOCK_M), k_pe_stage, s, use_acc=False, is_async=True)
     for i in gl.static_range(CHUNKS):
         if (i + 1) // 2 == i_batch:
             k_i = ckv.index(stage * CHUNKS + i).permute((1, 0))
-            acc_s = warpgroup_mma(q_nope.index(opaque_zero + i).slice(BLOCK_M, BLOCK_M), k_i, acc_s, is_async=True)
+            s = warpgroup_mma(q_nope.index(opaque_zero + i).slice(BLOCK_M, BLOCK_M), k_i, s, is_async=True)
     if i_batch == MMA_BATCHES - 1:
-        acc_s = warpgroup_mma(q_pe.index(opaque_zero).slice(0, BLOCK_M), k_pe_stage, acc_s, is_async=True)
-    return acc_s
+        s = warpgroup_mma(q_pe.index(opaque_zero).slice(0, BLOCK_M), k_pe_stage, s, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -640,22 +638,21 @@ def rescale_acc_if_flagged(acc_o, smem_rescale, rescale_flag, ACC_LAYOUT: gl.con
 
 @gluon.jit
 def wait_p_rescale_and_accumulate_pv(acc_o, smem_packed_v, first_chunk, buffers, p_full, p_iter,
-                                     ACC_LAYOUT: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+                                     ACC: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Waits for P and returns acc_o + V × P, the last MMAs in flight."""
     smem_p, v_scale_ratios = buffers.smem_p, buffers.v_scale_ratios
     p_stage = p_iter % P_STAGES
-    packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk, 0, ACC_LAYOUT)
+    packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk, 0, ACC)
     if not cfg.GROUP_SCALES:  # ratios are ready only with P
         v = dequant_v_times_scale_ratios(packed, v_scale_ratios, 0, cfg)
     mbarrier.wait(p_full.index(p_stage), (p_iter // P_STAGES) & 1)
-    rescale, flag = buffers.rescales.index(p_stage), buffers.rescale_flags.index(p_stage)
-    acc_o = rescale_acc_if_flagged(acc_o, rescale, flag, ACC_LAYOUT)
+    acc_o = rescale_acc_if_flagged(acc_o, buffers.rescales.index(p_stage), buffers.rescale_flags.index(p_stage), ACC)
     if cfg.GROUP_SCALES:
         v = dequant_v_times_scale_ratios(packed, v_scale_ratios.index(first_chunk), 0, cfg)
     for i in gl.static_range(CHUNKS_PER_WARPGROUP):
         for key_half in gl.static_range(KEY_HALVES):
             if i + key_half > 0:
-                packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk + i, key_half, ACC_LAYOUT)
+                packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk + i, key_half, ACC)
                 acc_o = warpgroup_mma_wait(0, acc_o)
                 v = dequant_v_times_scale_ratios(packed, v_scale_ratios.index(first_chunk + i), key_half, cfg)
             p = smem_p.index(KEY_HALVES * p_stage + key_half).permute((1, 0))
@@ -800,12 +797,10 @@ def pv_warpgroup(tensors, q, smem_kv, mbarriers, buffers, score_scale, cta_range
 @gluon.jit
 def mla_decode_three_warpgroups_kernel(
     Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, CKV, KPE, SCALES, ckv_row_pitch_16_bytes, kpe_row_pitch_16_bytes,
-    scale_row_pitch_16_bytes,
-    PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE,
-    softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
-    B, T, oob_row, scale_rows_per_page, max_m_blocks, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h,
-    stride_table_b, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
-    STAGES: gl.constexpr, cfg: gl.constexpr,
+    scale_row_pitch_16_bytes, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE, softmax_scale,
+    SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE, B, T, oob_row, scale_rows_per_page, max_m_blocks,
+    stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h, stride_table_b, stride_out_t, stride_out_h,
+    stride_lse_t, stride_lse_h, STAGES: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Computes one CTA range for one block of heads."""
     gl.static_assert(cfg.CODE == "e4m3", "a code that this kernel does not know")
