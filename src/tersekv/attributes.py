@@ -64,7 +64,8 @@ def shared_signs(dim: int, device: torch.device | None = None) -> Tensor:
     key = block_of(dim), torch.empty(0, device=device).device  # with its index
     found = _shared_signs.get(key)
     if found is None:
-        found = _shared_signs[key] = signs(dim, device)
+        with torch.inference_mode(False):  # caches outside of it share them
+            found = _shared_signs[key] = signs(dim, device)
     return found
 
 

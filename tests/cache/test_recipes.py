@@ -178,3 +178,11 @@ def test_scales_are_fitted_to_rows_as_they_are_laid_down():
         layer = calibration.filled(1, recipe(word))
         assert 440 < layer.k.float().abs().max() <= 448
         assert 440 < layer.v.float().abs().max() <= 448
+
+
+def test_signs_that_inference_mode_made_are_no_inference_tensors():
+    """Caches outside of it share them."""
+    with torch.inference_mode():
+        made = PagedKVCache.allocate(1, 1, 1, 1, 32, format="bf16", rotation="hadamard")[0]
+    assert made.k_signs is not None
+    assert not made.k_signs.is_inference()

@@ -14,8 +14,7 @@ import torch
 
 import tersekv
 from tersekv.integrations.saved_layers import saved_layers
-from tersekv.integrations.vllm_pages import FORMATS
-from tersekv.integrations.vllm_saved import give_formats, index_of, layers_of
+from tersekv.integrations.vllm_saved import cache_dtype_of, index_of, layers_of
 
 H, D, DV = 4, 32, 16
 INT, TNI = "int8_per_token_head/int4_per_token_head", "int4_per_token_head/int8_per_token_head"
@@ -90,11 +89,8 @@ def test_each_layer_asks_for_pages_of_its_formats(tmp_path, dtype):
     path, formats = str(tmp_path / "kept"), ["fp16", INT, "fp8_e4m3", "nvfp4"]
     write(path, formats)
     found = layers_of(config_of({"saved": path}, dtype), H, D)
-    layers = {f"model.layers.{i}.self_attn.attn": SimpleNamespace(impl=object()) for i in range(4)}
-    for i, layer in enumerate(layers.values()):
-        give_formats(found, {"model.other.9": SimpleNamespace(), **layers}, layer.impl)
-        assert layer.kv_cache_dtype == ("float16", INT, "fp8", "nvfp4")[i]
-        assert layer.kv_cache_torch_dtype == FORMATS[layer.kv_cache_dtype].dtype
+    names = [cache_dtype_of(found, f"model.layers.{i}.self_attn.attn") for i in range(4)]
+    assert names == ["float16", INT, "fp8", "nvfp4"]
     for name in ("model.layers.4.attn", "model.attn", "model.layers.1.experts.2.attn"):
         with pytest.raises(ValueError, match=f"want layers named by a number below 4, .* got '{name}'"):
             index_of(found, name)
