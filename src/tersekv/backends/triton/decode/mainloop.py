@@ -40,7 +40,9 @@ def unrotate_acc(acc_o, rotation, h, cfg: tl.constexpr):
 
 
 @triton.jit
-def load_query_tiles(Q, tokens, heads, m_row, stride_q_t, stride_q_h, rotation, h, cfg: tl.constexpr):
+def load_transposed_query_tiles_and_score_scale(
+    Q, tokens, heads, m_row, stride_q_t, stride_q_h, rotation, h, cfg: tl.constexpr
+):
     """Loads query rows, transposed to PACK tiles [BLOCK_D, BLOCK_M] in the compute type, and the scale of their scores
     [BLOCK_M].
 
@@ -111,10 +113,11 @@ def kv_row_offsets(
 
 
 @triton.jit
-def load_kv_block(X, page_ids, n_block, m_n, stride_page, stride_slot, stride_head, h, BLOCK: tl.constexpr,
-                  PACKED_DIM: tl.constexpr, ROWS_PER_PAGE: tl.constexpr, ROWS_PER_HEAD: tl.constexpr,
+def load_kv_block(X, page_ids, n_block, m_n, stride_page, stride_slot, stride_head, h, PACKED_COLUMNS_PAD: tl.constexpr,
+                  PACKED_COLUMNS: tl.constexpr, ROWS_PER_PAGE: tl.constexpr, ROWS_PER_HEAD: tl.constexpr,
                   STRIDE_UNIT: tl.constexpr, MASKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
-    """Loads packed codes [BLOCK_N, BLOCK] of key block n_block: by tensor descriptor within one page, or by pointers.
+    """Loads packed codes [BLOCK_N, PACKED_COLUMNS_PAD] of key block n_block: by tensor descriptor within one page, or
+    by pointers.
 
     ROWS_PER_PAGE: rows of the descriptor per page. ROWS_PER_HEAD: rows per head (HND), or 0 where heads lie along the
     columns.
@@ -128,32 +131,36 @@ def load_kv_block(X, page_ids, n_block, m_n, stride_page, stride_slot, stride_he
                 [(page_ids * ROWS_PER_PAGE).to(tl.int32) + slot, (h * stride_head * STRIDE_UNIT).to(tl.int32)]
             )
     else:
-        o_d = tl.arange(0, BLOCK)
+        o_d = tl.arange(0, PACKED_COLUMNS_PAD)
         p_x = (
             X
             + kv_row_offsets(page_ids, n_block, h, stride_page, stride_slot, stride_head, STRIDE_UNIT, cfg)[:, None]
             + o_d[None, :]
         )
         if MASKED:
-            return tl.load(p_x, mask=m_n[:, None] & (o_d < PACKED_DIM)[None, :], other=0.0)
-        elif BLOCK == PACKED_DIM:
+            return tl.load(p_x, mask=m_n[:, None] & (o_d < PACKED_COLUMNS)[None, :], other=0.0)
+        elif PACKED_COLUMNS_PAD == PACKED_COLUMNS:
             return tl.load(p_x)
         else:
-            return tl.load(p_x, mask=(o_d < PACKED_DIM)[None, :], other=0.0)
+            return tl.load(p_x, mask=(o_d < PACKED_COLUMNS)[None, :], other=0.0)
 
 
 @triton.jit
-def load_stored_scales(XS, page_ids, n_block, m_n, stride_page, stride_slot, stride_head, h, BLOCK: tl.constexpr,
-                       PACKED_DIM: tl.constexpr, row_format: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
-    """Loads stored scales of key block n_block: fp32 [BLOCK_N] per token, or e4m3 [BLOCK_N, BLOCK // 4]."""
+def load_stored_scales(XS, page_ids, n_block, m_n, stride_page, stride_slot, stride_head, h,
+                       PACKED_COLUMNS_PAD: tl.constexpr, PACKED_COLUMNS: tl.constexpr, row_format: tl.constexpr,
+                       cfg: tl.constexpr):  # fmt: skip
+    """Loads stored scales of key block n_block: fp32 [BLOCK_N] per token, or e4m3 [BLOCK_N, PACKED_COLUMNS_PAD //
+    4]."""
     p_row = XS + kv_row_offsets(
         page_ids, n_block, h, stride_page, stride_slot, stride_head, row_format.SCALE_STRIDE_UNIT, cfg
     )
     if row_format.TOKEN_SCALES:
         return tl.load(p_row, mask=m_n, other=0.0)
     else:
-        o_b = tl.arange(0, BLOCK // 4)
-        return tl.load(p_row[:, None] + o_b[None, :], mask=m_n[:, None] & (o_b < PACKED_DIM // 4)[None, :], other=0.0)
+        o_b = tl.arange(0, PACKED_COLUMNS_PAD // 4)
+        return tl.load(
+            p_row[:, None] + o_b[None, :], mask=m_n[:, None] & (o_b < PACKED_COLUMNS // 4)[None, :], other=0.0
+        )
 
 
 @triton.jit

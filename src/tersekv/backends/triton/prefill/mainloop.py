@@ -138,25 +138,27 @@ def kv_row_offsets(
 
 
 @triton.jit
-def load_kv_block(source: StridedRows, page_ids, n_block, valid, h, BLOCK: tl.constexpr, PACKED_DIM: tl.constexpr,
-                  MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr, STRIDE_UNIT: tl.constexpr,
-                  cfg: tl.constexpr):  # fmt: skip
-    """Loads packed codes [BLOCK_N, BLOCK] of key block n_block; 0 for invalid keys, which only a MASKED block has."""
-    o_d = tl.arange(0, BLOCK)
+def load_kv_block(source: StridedRows, page_ids, n_block, valid, h, PACKED_COLUMNS_PAD: tl.constexpr,
+                  PACKED_COLUMNS: tl.constexpr, MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr,
+                  STRIDE_UNIT: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
+    """Loads packed codes [BLOCK_N, PACKED_COLUMNS_PAD] of key block n_block; 0 for invalid keys, which only a MASKED
+    block has."""
+    o_d = tl.arange(0, PACKED_COLUMNS_PAD)
     p_x = source.ptr + kv_row_offsets(source, page_ids, n_block, h, IS_NEW_KV, STRIDE_UNIT, cfg)[:, None] + o_d[None, :]
     if MASKED:
-        return tl.load(p_x, mask=valid[:, None] & (o_d < PACKED_DIM)[None, :], other=0.0)
-    elif BLOCK == PACKED_DIM:
+        return tl.load(p_x, mask=valid[:, None] & (o_d < PACKED_COLUMNS)[None, :], other=0.0)
+    elif PACKED_COLUMNS_PAD == PACKED_COLUMNS:
         return tl.load(p_x)
     else:
-        return tl.load(p_x, mask=(o_d < PACKED_DIM)[None, :], other=0.0)
+        return tl.load(p_x, mask=(o_d < PACKED_COLUMNS)[None, :], other=0.0)
 
 
 @triton.jit
-def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, BLOCK: tl.constexpr, PACKED_DIM: tl.constexpr,
-                       MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr, row_format: tl.constexpr,
-                       cfg: tl.constexpr):  # fmt: skip
-    """Loads stored scales of key block n_block: fp32 [BLOCK_N] per token, e4m3 [BLOCK_N, BLOCK // 4], or none."""
+def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, PACKED_COLUMNS_PAD: tl.constexpr,
+                       PACKED_COLUMNS: tl.constexpr, MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr,
+                       row_format: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
+    """Loads stored scales of key block n_block: fp32 [BLOCK_N] per token, e4m3 [BLOCK_N, PACKED_COLUMNS_PAD // 4], or
+    none."""
     if IS_NEW_KV:
         return ()
     elif row_format.TOKEN_SCALES:
@@ -174,8 +176,8 @@ def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, BLOCK: t
     elif row_format.BLOCK_SCALES:
         return (
             load_kv_block(
-                operand.scales, page_ids, n_block, valid, h, BLOCK // 4, PACKED_DIM // 4, MASKED, IS_NEW_KV,
-                row_format.SCALE_STRIDE_UNIT, cfg,
+                operand.scales, page_ids, n_block, valid, h, PACKED_COLUMNS_PAD // 4, PACKED_COLUMNS // 4, MASKED,
+                IS_NEW_KV, row_format.SCALE_STRIDE_UNIT, cfg,
             ),
         )  # fmt: skip
     else:
@@ -183,15 +185,17 @@ def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, BLOCK: t
 
 
 @triton.jit
-def dequant_kv_block(packed, scales, BLOCK: tl.constexpr, IS_NEW_KV: tl.constexpr, row_format: tl.constexpr):
-    """Returns a tile [BLOCK_N, PACK * BLOCK] for the matrix unit, dequantized from packed codes [BLOCK_N, BLOCK]: the
-    tiles of `dequant_packed`, side by side."""
+def dequant_kv_block(
+    packed, scales, PACKED_COLUMNS_PAD: tl.constexpr, IS_NEW_KV: tl.constexpr, row_format: tl.constexpr
+):
+    """Returns a tile [BLOCK_N, PACK * PACKED_COLUMNS_PAD] for the matrix unit, dequantized from packed codes [BLOCK_N,
+    PACKED_COLUMNS_PAD]: the tiles of `dequant_packed`, side by side."""
     if IS_NEW_KV:
         return packed
     else:
         operand = None
         if row_format.BLOCK_SCALES:
-            operand = expand_block_scales(scales[0], packed.shape[0], BLOCK // 4, 4, row_format)
+            operand = expand_block_scales(scales[0], packed.shape[0], PACKED_COLUMNS_PAD // 4, 4, row_format)
         elif row_format.CODE == INT4:
             operand = int4_zero_points(scales[0]).to(tl.int16)[:, None]
         return concatenate_columns(dequant_packed(packed, row_format, operand), row_format.PACK)

@@ -241,7 +241,7 @@ def compute_scores_and_first_v_fp8(smem_kv, stage, q, opaque_zero, Q_TERMS: gl.c
 
 
 @gluon.jit
-def load_group_scales(smem_scales, num_valid, COLUMN: gl.constexpr):
+def load_four_group_scale_vectors(smem_scales, num_valid, VECTOR_LAYOUT: gl.constexpr):
     """Loads the four scales of each key of a tile, [BLOCK_N] each; 1 past the last key."""
     # Each thread holds the scales of its two rows of scores.
     L: gl.constexpr = gl.DistributedLinearLayout(
@@ -254,8 +254,8 @@ def load_group_scales(smem_scales, num_valid, COLUMN: gl.constexpr):
     s0, s2 = gl.split(even)
     s1, s3 = gl.split(odd)
     return (
-        gl.convert_layout(s0, COLUMN), gl.convert_layout(s1, COLUMN), gl.convert_layout(s2, COLUMN),
-        gl.convert_layout(s3, COLUMN),
+        gl.convert_layout(s0, VECTOR_LAYOUT), gl.convert_layout(s1, VECTOR_LAYOUT), gl.convert_layout(s2,
+        VECTOR_LAYOUT), gl.convert_layout(s3, VECTOR_LAYOUT),
     )  # fmt: skip
 
 
@@ -430,7 +430,7 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, kv_iter, I_
         # QK.
         first_v = ()
         if cfg.GROUP_SCALES:
-            scales = load_group_scales(
+            scales = load_four_group_scale_vectors(
                 smem_kv.scales.index(stage), num_keys - n_block * cfg.BLOCK_N, gl.SliceLayout(1, SCORE_LAYOUT)
             )
             s = (
