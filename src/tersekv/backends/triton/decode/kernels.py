@@ -21,7 +21,7 @@ from ..parts.tile_scheduler import (
     store_empty_output_of_padding_rows,
     token_and_head_of_q_rows,
 )  # fmt: skip
-from .mainloop import load_transposed_query_tiles_and_score_scale, mainloop, unrotate_acc
+from .mainloop import load_transposed_query_tiles_and_q_scale, mainloop, unrotate_acc
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def decode_kernel(
             # Load Q
             tokens, heads, m_row = token_and_head_of_q_rows(m_block, h, request.q_begin, request.num_q_rows, cfg)
             scale = score_scale * load_scale(k_scale, K_SCALE, h * cfg.K_SCALE_STRIDE, cfg.HAS_K_SCALE)
-            q, q_scale = load_transposed_query_tiles_and_score_scale(
+            q, q_scale = load_transposed_query_tiles_and_q_scale(
                 Q, tokens, heads, m_row, stride_q_t, stride_q_h, (K_SIGNS, K_CHANNEL_SCALES, stride_k_channel_scales_h),
                 h, cfg,
             )  # fmt: skip

@@ -40,7 +40,7 @@ def unrotate_acc(acc_o, rotation, h, cfg: tl.constexpr):
 
 
 @triton.jit
-def load_transposed_query_tiles_and_score_scale(
+def load_transposed_query_tiles_and_q_scale(
     Q, tokens, heads, m_row, stride_q_t, stride_q_h, rotation, h, cfg: tl.constexpr
 ):
     """Loads query rows, transposed to PACK tiles [BLOCK_D, BLOCK_M] in the compute type, and the scale of their scores

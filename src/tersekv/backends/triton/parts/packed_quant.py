@@ -182,12 +182,12 @@ def quantize_and_store_nvfp4_pairs(
 
 @triton.jit
 def quantize_and_store_int4_pairs(
-    packed, p_codes, p_scales, o_codes, o_scales, m_write, D: tl.constexpr, FP16: tl.constexpr, WIDEN: tl.constexpr
+    packed, p_codes, p_scales, o_codes, o_scales, m_write, D: tl.constexpr, FP16: tl.constexpr, WIDEN_TO_0: tl.constexpr
 ):  # fmt: skip
     """Quantizes pairs [ROWS, C / 2] to int4 and stores them, as `quant.quantize_and_store` does with rows."""
     even, odd = unpack_pairs(packed, FP16)
-    even_min, even_max = row_min_max(even, D // 2, WIDEN)
-    odd_min, odd_max = row_min_max(odd, D // 2, WIDEN)
+    even_min, even_max = row_min_max(even, D // 2, WIDEN_TO_0)
+    odd_min, odd_max = row_min_max(odd, D // 2, WIDEN_TO_0)
     scale, zero_point, stored_scale = int4_scale_and_zero_point(
         tl.minimum(even_min, odd_min), tl.maximum(even_max, odd_max)
     )

@@ -171,12 +171,12 @@ def token_head_scale_of_amax(amax, INT8: tl.constexpr):
 
 
 @triton.jit
-def encode_int8_or_fp8(y, INT8: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
+def encode_int8_or_fp8(y_within_range, INT8: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
     """Returns int8 codes, or e4m3 codes as uint8."""
     if INT8:
-        return encode_int8(y)
+        return encode_int8(y_within_range)
     else:
-        return encode_fp8(y, False, NATIVE_FP8_CAST)
+        return encode_fp8(y_within_range, False, NATIVE_FP8_CAST)
 
 
 @triton.jit

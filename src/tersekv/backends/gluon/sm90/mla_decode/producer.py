@@ -67,7 +67,8 @@ def store_group_scales_max_and_v_ratios(
 
     group_scales: fp32 [BLOCK_N, 4] in `scale_layout`
     smem_scales_log2_max_and_inv_max: fp32 [SCALE_COLUMNS * STAGES, BLOCK_N], for QK: the four scales, log2 of the
-    largest, 1 / largest smem_ratios_to_max: fp16 [4 * STAGES, BLOCK_N], for PV: the four scales over the largest
+        largest, 1 / largest
+    smem_ratios_to_max: fp16 [4 * STAGES, BLOCK_N], for PV: the four scales over the largest
     """
     L: gl.constexpr = scale_layout(gl.num_warps())
     BLOCK_N: gl.constexpr = group_scales.shape[0]
@@ -90,20 +91,13 @@ def store_group_scales_max_and_v_ratios(
 
 @gluon.jit
 def tensor_copy_producer(
-    tensor_maps,
-    page_lookup,
-    full,
-    empty,
-    smem_kv,
-    cta_range,
-    prepared_scales_and_first_q,
-    STAGES: gl.constexpr,
+    tensor_maps, page_lookup, full, empty, smem_kv, cta_range, prepared_scales_and_first_q, STAGES: gl.constexpr,
     cfg: gl.constexpr,
-):
+):  # fmt: skip
     """Copies every tile of the CTA range.
 
-    full: one barrier per stage or more, used in rotation; prepared_scales_and_first_q: empty, or a
-    PreparedScalesAndFirstQ
+    full: one barrier per stage or more, used in rotation
+    prepared_scales_and_first_q: empty, or a PreparedScalesAndFirstQ
     """
     PREPARES_SCALES: gl.constexpr = len(prepared_scales_and_first_q) > 0
     NUM_FULL_BARRIERS: gl.constexpr = full.shape[0]

@@ -153,15 +153,9 @@ def acquire_and_copy_new_kv_block(
     else:
         for part in range(STAGES_PER_BLOCK):
             acquire_and_copy_new_kv_stage(
-                TENSOR_MAP,
-                stages,
-                q_row,
-                n_block,
-                block_iter * STAGES_PER_BLOCK + part,
-                part * stages.tiles.shape[2],
-                kv_head,
-                cfg,
-            )
+                TENSOR_MAP, stages, q_row, n_block, block_iter * STAGES_PER_BLOCK + part, part * stages.tiles.shape[2],
+                kv_head, cfg,
+            )  # fmt: skip
 
 
 @gluon.jit
