@@ -145,16 +145,16 @@ def dequantize_rows(
 
 
 @triton.jit
-def count_unequal_signs(src_attributes, dst_attributes, SIZE: tl.constexpr):
+def count_unequal_signs(src_attributes, dst_attributes, NUM_SIGNS: tl.constexpr):
     """Returns how many signs differ, all if rows of one side are not rotated: int32 [1, 1]."""
     p_src_signs, src_distance, _, _, _ = src_attributes
     p_dst_signs, dst_distance, _, _, _ = dst_attributes
     if p_src_signs is None and p_dst_signs is None:
         return tl.zeros([1, 1], tl.int32)
     elif p_src_signs is None or p_dst_signs is None:
-        return tl.full([1, 1], SIZE, tl.int32)
+        return tl.full([1, 1], NUM_SIGNS, tl.int32)
     else:
-        i = tl.arange(0, SIZE)[None, :]
+        i = tl.arange(0, NUM_SIGNS)[None, :]
         differ = tl.load(p_src_signs + src_distance + i) != tl.load(p_dst_signs + dst_distance + i)
         return tl.sum(differ.to(tl.int32), 1)[:, None]
 

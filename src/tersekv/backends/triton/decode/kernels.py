@@ -13,8 +13,8 @@ from ..parts.tile_scheduler import (
     METADATA_FIELDS,
     blocks_per_split,
     blocks_to_next_split,
-    find_program_block_range,
-    find_request_of_block,
+    find_program_block_range_and_blocks_per_range,
+    find_request_and_base_of_block,
     first_work_tile_index,
     load_request_shape,
     split_metadata_ptr,
@@ -60,7 +60,7 @@ def decode_kernel(
             stride_lse_t, stride_lse_h, cfg,
         )  # fmt: skip
     # Tile scheduler: range of key blocks of this program
-    block, block_end, blocks_per_range = find_program_block_range(
+    block, block_end, blocks_per_range = find_program_block_range_and_blocks_per_range(
         SEQ_LENS, CU_SEQLENS_Q, B, i_program // cfg.HEADS, num_programs // cfg.HEADS, cfg
     )
     h = i_program % cfg.HEADS
@@ -69,7 +69,7 @@ def decode_kernel(
         stride_list_n,
     )  # fmt: skip
     if block < block_end:
-        i_request, n_block_base = find_request_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg)
+        i_request, n_block_base = find_request_and_base_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg)
         score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E
         request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
         if cfg.SPLIT_BLOCKS > 0:

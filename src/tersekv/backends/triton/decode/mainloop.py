@@ -216,9 +216,9 @@ def is_visible(n_block, num_keys, num_q_rows, row_begin, q_begin, m_n, MASK, str
 
 
 @triton.jit
-def compute_scores(K, k_scales, MASK, q, scale, softcap, page_id, n_block, num_keys, num_q_rows, row_begin, q_begin, h,
-                   stride_k_p, stride_k_s, stride_k_h, stride_mask_t, I_UNROLL: tl.constexpr, MASKED: tl.constexpr,
-                   cfg: tl.constexpr):  # fmt: skip
+def compute_scores(K, k_scales, MASK, q, score_scale, softcap, page_id, n_block, num_keys, num_q_rows, row_begin,
+                   q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, I_UNROLL: tl.constexpr,
+                   MASKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
     """Returns scores [BLOCK_N, BLOCK_M] of n_block in units of log2. k_scales: stored, one entry per unrolled block."""
     K_FORMAT: tl.constexpr = cfg.K
     PACK: tl.constexpr = K_FORMAT.PACK
@@ -238,7 +238,7 @@ def compute_scores(K, k_scales, MASK, q, scale, softcap, page_id, n_block, num_k
         s = tl.dot(k[0], q[1], acc=s)
     if K_FORMAT.CODE == INT4:
         s -= int4_zero_points(k_scales[I_UNROLL]).to(tl.float32)[:, None] * q[PACK][None, :]
-    s *= scale[None, :]
+    s *= score_scale[None, :]
     if K_FORMAT.TOKEN_SCALES:
         s *= k_scales[I_UNROLL][:, None]
     if cfg.HAS_SOFTCAP:
@@ -313,13 +313,13 @@ def keys_visible_to_any_row(n_block, num_keys, num_q_rows, cfg: tl.constexpr):
 
 
 @triton.jit
-def compute_scores_unrolled(K, k_scales, v_scales, MASK, q, scale, softcap, page_ids, n_block, num_keys, num_q_rows,
-                            row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t,
+def compute_scores_unrolled(K, k_scales, v_scales, MASK, q, score_scale, softcap, page_ids, n_block, num_keys,
+                            num_q_rows, row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t,
                             UNROLL: tl.constexpr, MASKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
     """Returns scores of UNROLL key blocks, and reciprocals of the V scales (per-token formats; else empty)."""
     s, inv_v_scales = (), ()
     for j in tl.static_range(UNROLL):
-        x = compute_scores(K, k_scales, MASK, q, scale, softcap, page_ids[j], n_block + j, num_keys, num_q_rows,
+        x = compute_scores(K, k_scales, MASK, q, score_scale, softcap, page_ids[j], n_block + j, num_keys, num_q_rows,
                            row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, j, MASKED,
                            cfg)  # fmt: skip
         if cfg.TOKEN_SCALES:
@@ -372,7 +372,7 @@ def softmax_and_pv_step(V, prefetched_v, v_scales, s, inv_v_scales, row_max, row
 
 
 @triton.jit
-def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, scale, softcap, n_block_begin, n_block_end, num_keys,
+def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, score_scale, softcap, n_block_begin, n_block_end, num_keys,
              num_q_rows, row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h,
              stride_k_scales_p, stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s,
              stride_v_scales_h, stride_mask_t, cfg: tl.constexpr):  # fmt: skip
@@ -415,9 +415,10 @@ def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, scale, softcap, n_bl
         next_page_ids = load_page_ids_or_listed_keys_unrolled(
             key_source, n_block + cfg.UNROLL, num_keys, cfg.UNROLL, cfg
         )
-        s, inv_v_scales = compute_scores_unrolled(K, k_scales, v_scales, MASK, q, scale, softcap, page_ids, n_block,
-                                                  num_keys, num_q_rows, row_begin, q_begin, h, stride_k_p, stride_k_s,
-                                                  stride_k_h, stride_mask_t, cfg.UNROLL, LISTED, cfg)  # fmt: skip
+        s, inv_v_scales = compute_scores_unrolled(K, k_scales, v_scales, MASK, q, score_scale, softcap, page_ids,
+                                                  n_block, num_keys, num_q_rows, row_begin, q_begin, h, stride_k_p,
+                                                  stride_k_s, stride_k_h, stride_mask_t, cfg.UNROLL, LISTED,
+                                                  cfg)  # fmt: skip
         next_k_scales, next_v_scales = load_stored_kv_scales(
             K_SCALES, V_SCALES, next_page_ids, n_block + cfg.UNROLL, num_keys, h, stride_k_scales_p, stride_k_scales_s,
             stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, cfg.UNROLL, cfg,
@@ -447,8 +448,8 @@ def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, scale, softcap, n_bl
                 stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, 1, cfg,
             )  # fmt: skip
             s, inv_v_scales = compute_scores_unrolled(
-                K, k_scales_here, v_scales_here, MASK, q, scale, softcap, page_ids_here, n_block, num_keys, num_q_rows,
-                row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, 1, True, cfg,
+                K, k_scales_here, v_scales_here, MASK, q, score_scale, softcap, page_ids_here, n_block, num_keys,
+                num_q_rows, row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, 1, True, cfg,
             )  # fmt: skip
             row_max, row_sum, acc_o = softmax_and_pv_step(
                 V, (), v_scales_here, s, inv_v_scales, row_max, row_sum, acc_o, page_ids_here, n_block, num_keys,

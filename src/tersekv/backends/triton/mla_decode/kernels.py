@@ -27,8 +27,8 @@ from ..parts.tile_scheduler import (
     METADATA_FIELDS,
     blocks_per_split,
     blocks_to_next_split,
-    find_program_block_range,
-    find_request_of_block,
+    find_program_block_range_and_blocks_per_range,
+    find_request_and_base_of_block,
     first_work_tile_index,
     load_request_shape,
     split_metadata_ptr,
@@ -256,7 +256,7 @@ def accumulate_qk_of_key_tile(
 
 
 @triton.jit
-def compute_scores_and_packed_latents(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, scale, CKV, KPE, CKV_MAP,
+def compute_scores_and_packed_latents(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, score_scale, CKV, KPE, CKV_MAP,
     KPE_MAP, page_ids,
                    n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, PREFETCHED: tl.constexpr,
                    MASKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
@@ -297,7 +297,7 @@ def compute_scores_and_packed_latents(prefetched_ckv, k_pe, group_scales, q_nope
             )
         else:
             s = accumulate_qk_of_key_tile(s, packed_chunk, q_nope, i * cfg.PACK, cfg.PACK, cfg.TWO_TERM_Q, True, cfg)
-    return s * scale[None, :], packed, tail
+    return s * score_scale[None, :], packed, tail
 
 
 @triton.jit
@@ -396,8 +396,8 @@ def softmax_and_pv_step(
 
 
 @triton.jit
-def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, scale, n_block_begin, n_block_end, num_keys,
-             num_q_rows, row_begin, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, stride_scales_p,
+def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, score_scale, n_block_begin, n_block_end,
+             num_keys, num_q_rows, row_begin, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, stride_scales_p,
              stride_scales_s, cfg: tl.constexpr):  # fmt: skip
     """Returns (row_max, row_sum, CHUNKS * PACK tiles acc_o [CHUNK, BLOCK_M]) over [n_block_begin, n_block_end)."""
     NUM_ACC_TILES: tl.constexpr = cfg.CHUNKS * cfg.PACK
@@ -433,7 +433,7 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, scale
     for n_block in tl.range(n_block_begin, unmasked_end):
         next_page_ids = load_page_ids_or_listed_keys(key_source, n_block + 1, num_keys, cfg)
         s, packed, tail = compute_scores_and_packed_latents(
-            prefetched_ckv, k_pe, group_scales, q_nope, q_pe, scale, CKV,
+            prefetched_ckv, k_pe, group_scales, q_nope, q_pe, score_scale, CKV,
         KPE, CKV_MAP, KPE_MAP, page_ids, n_block,
             num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, cfg.REGISTER_PREFETCH,
             cfg.LIST.LENGTH >= 0, cfg,
@@ -461,7 +461,7 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, scale
                 SCALES, page_ids_here, n_block, num_keys, stride_scales_p, stride_scales_s, cfg
             )
             s, packed, tail = compute_scores_and_packed_latents(
-                (), (), group_scales_here, q_nope, q_pe, scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids_here,
+                (), (), group_scales_here, q_nope, q_pe, score_scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids_here,
                 n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, False, True, cfg,
             )  # fmt: skip
             s = apply_mask(s, page_ids_here, n_block, num_keys, num_q_rows, row_begin, cfg)
@@ -541,7 +541,7 @@ def mla_decode_kernel(
             stride_lse_t, stride_lse_h, cfg,
         )  # fmt: skip
     # Tile scheduler: range of key blocks of this program
-    block, block_end, blocks_per_range = find_program_block_range(
+    block, block_end, blocks_per_range = find_program_block_range_and_blocks_per_range(
         SEQ_LENS, CU_SEQLENS_Q, B, i_program // cfg.HEADS, num_programs // cfg.HEADS, cfg
     )
     h = i_program % cfg.HEADS
@@ -550,7 +550,7 @@ def mla_decode_kernel(
         stride_list_n,
     )  # fmt: skip
     if block < block_end:
-        i_request, n_block_base = find_request_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg)
+        i_request, n_block_base = find_request_and_base_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg)
         kv_scale_value = load_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE)
         score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E * kv_scale_value
         value_scale = kv_scale_value * load_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)

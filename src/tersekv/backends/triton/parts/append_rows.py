@@ -23,7 +23,7 @@ from .token_rows import (
     load_slot_or_request_and_position,
     pdl_launch_or_order_loads,
     pdl_wait_and_launch,
-    resolve_page_slot,
+    resolve_page_slot_and_write_mask,
     row_offsets,
     store_rows,
     token_and_head_of_rows,
@@ -76,7 +76,7 @@ def quantize_and_append_rows(
         position = load_rope_position(token, rope_args)
     pdl_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, False)
     # Where each row goes; m_write: whether it is stored
-    page, page_slot, m_write = resolve_page_slot(token_slot, slot_args, PAGE)
+    page, page_slot, m_write = resolve_page_slot_and_write_mask(token_slot, slot_args, PAGE)
     m_write = m_write[:, None]
     if rope_args[0] is not None:
         _, has_position = cos_sin_row_ptr_and_mask(position, rope_args)
@@ -187,7 +187,7 @@ def rope_quantize_and_append_keys(
     else:
         x = apply_rope_to_rows(x, p_rope, o_rope, p_cos_sin_row, has_position, R, D_PAD, INTERLEAVED)
         x = divide_by_channel_scales_and_rotate(x, rotation, head, D)
-    page, page_slot, m_write = resolve_page_slot(token_slot, slot_args, PAGE)
+    page, page_slot, m_write = resolve_page_slot_and_write_mask(token_slot, slot_args, PAGE)
     quant_scale, global_scale = load_quant_and_global_scale(p_scale, scale, head, SCALE_PER_HEAD, SCALE_T_MULTIPLIES)
     o_codes = cache_row_offsets(page, page_slot, head, strides_codes, STRIDE_UNIT)
     o_scales = cache_row_offsets(page, page_slot, head, strides_scales, 1)

@@ -35,8 +35,9 @@ def load_weight_scale(p, o_n, N: tl.constexpr):
 
 
 @triton.jit
-def quantize_rows_e4m3(x, NATIVE_FP8_CAST: tl.constexpr):
-    """Returns (e4m3 codes, scales) of rows of 128 columns, as `quantize_latent_groups` except signs of zeros."""
+def quantize_rows_e4m3_codes_and_scales(x, NATIVE_FP8_CAST: tl.constexpr):
+    """Returns (e4m3 codes, scales) of rows of 128 columns, as `quantize_latent_codes_and_group_scales` except signs of
+    zeros."""
     if x.dtype == tl.bfloat16:
         # By bits: a conversion would handle NaN, which takes four times as long.
         x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -76,7 +77,7 @@ def accumulate_group(
     if not SCALED:
         return tl.dot(w, tl.trans(x), acc) if SWAP_AB else tl.dot(x, tl.trans(w), acc)
     else:
-        codes, scale = quantize_rows_e4m3(x, NATIVE_FP8_CAST)
+        codes, scale = quantize_rows_e4m3_codes_and_scales(x, NATIVE_FP8_CAST)
         return accumulate_scaled_group(acc, codes, scale, w, w_scale, SWAP_AB, NATIVE_FP8_MMA)
 
 
@@ -84,7 +85,7 @@ def accumulate_group(
 def prefetch_weights_and_scales(
     w_args, h, first_weight_row, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH_GROUPS: tl.constexpr
 ):
-    """Returns (pointers to a block of head h's weights and scales), and PREFETCH_GROUPS first_weight_row groups of
+    """Returns (pointers to a block of head h's weights and scales), and PREFETCH_GROUPS column groups of
     both, being loaded.
 
     w_args: (W, strides of heads and rows, W_SCALE or None, strides of heads and rows)
@@ -142,7 +143,7 @@ def project_head(
     """Computes columns from `first_column` on of head h, for BLOCK_M rows from `first_row` on. x_args, out_args:
     (tensor, strides of rows and heads)
 
-    PREFETCH_GROUPS: first_column groups of weights loaded before the wait; the previous kernel must not write W
+    PREFETCH_GROUPS: column groups of weights loaded before the wait; the previous kernel must not write W
     """
     X, stride_xt, stride_xh = x_args
     o_m = first_row + tl.arange(0, BLOCK_M)

@@ -202,13 +202,13 @@ def dequant_kv_block(
 
 
 @triton.jit
-def compute_scores(q, keys, scale, k_scales, softcap, IS_NEW_KV: tl.constexpr, cfg: tl.constexpr):
+def compute_scores(q, keys, score_scale, k_scales, softcap, IS_NEW_KV: tl.constexpr, cfg: tl.constexpr):
     """Returns scores [BLOCK_M, BLOCK_N] in units of log2."""
     K_FORMAT: tl.constexpr = cfg.K
     s = tl.dot(q[0], tl.trans(keys))
     if cfg.TWO_TERM_Q and not IS_NEW_KV:
         s = tl.dot(q[1], tl.trans(keys), acc=s)
-    s *= scale[:, None]
+    s *= score_scale[:, None]
     if K_FORMAT.TOKEN_SCALES and not IS_NEW_KV:
         s *= k_scales[0][None, :]
     if cfg.HAS_SOFTCAP:
@@ -218,7 +218,8 @@ def compute_scores(q, keys, scale, k_scales, softcap, IS_NEW_KV: tl.constexpr, c
 
 @triton.jit
 def attend_kv_block(q, softmax_state, K: KVOperand, V: KVOperand, page_ids, n_block, key_range: KeyRange, q_position, h,
-                    scale, softcap, MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
+                    score_scale, softcap, MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr,
+                    cfg: tl.constexpr):  # fmt: skip
     """Attends to one key block. softmax_state: row_max (base 2), row_sum, acc_o [BLOCK_M, PACK * BLOCK_DV]."""
     K_FORMAT: tl.constexpr = cfg.K
     K_TILES_PER_ROW: tl.constexpr = K_FORMAT.PACK if IS_NEW_KV else 1  # new rows are not packed
@@ -238,8 +239,8 @@ def attend_kv_block(q, softmax_state, K: KVOperand, V: KVOperand, page_ids, n_bl
         IS_NEW_KV, K_FORMAT.STRIDE_UNIT, cfg,
     )  # fmt: skip
     s = compute_scores(
-        q, dequant_kv_block(packed, k_scales, cfg.BLOCK_D, IS_NEW_KV, K_FORMAT), scale, k_scales, softcap, IS_NEW_KV,
-        cfg,
+        q, dequant_kv_block(packed, k_scales, cfg.BLOCK_D, IS_NEW_KV, K_FORMAT), score_scale, k_scales, softcap,
+        IS_NEW_KV, cfg,
     )  # fmt: skip
     if cfg.TOKEN_SCALES and not IS_NEW_KV:
         # V's scale joins the exponent, so that the P that multiplies codes lies in (0, 1].
@@ -282,7 +283,7 @@ def load_page_ids_if_paged(p_page_ids, n_block, num_keys, IS_NEW_KV: tl.constexp
 
 
 @triton.jit
-def mainloop(q, softmax_state, K: KVOperand, V: KVOperand, p_page_ids, key_range: KeyRange, q_position, h, scale,
+def mainloop(q, softmax_state, K: KVOperand, V: KVOperand, p_page_ids, key_range: KeyRange, q_position, h, score_scale,
              softcap, IS_NEW_KV: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
     """Returns softmax_state after the keys of key_range. IS_NEW_KV: the keys are the new 16-bit rows themselves."""
     n_block_begin = key_range.begin // cfg.BLOCK_N
@@ -301,21 +302,9 @@ def mainloop(q, softmax_state, K: KVOperand, V: KVOperand, p_page_ids, key_range
         for n_block in tl.range(n_block_begin, unmasked_begin, num_stages=1):
             page_ids = load_page_ids_if_paged(p_page_ids, n_block, key_range.end, IS_NEW_KV, cfg)
             softmax_state = attend_kv_block(
-                q,
-                softmax_state,
-                K,
-                V,
-                page_ids,
-                n_block,
-                key_range,
-                q_position,
-                h,
-                scale,
-                softcap,
-                True,
-                IS_NEW_KV,
-                cfg,
-            )
+                q, softmax_state, K, V, page_ids, n_block, key_range, q_position, h, score_scale, softcap, True,
+                IS_NEW_KV, cfg,
+            )  # fmt: skip
         n_block_begin = unmasked_begin
     # Page ids are loaded one iteration ahead, so that no load waits for its own address.
     page_ids = load_page_ids_if_paged(p_page_ids, unmasked_begin, key_range.end, IS_NEW_KV, cfg)
@@ -323,8 +312,9 @@ def mainloop(q, softmax_state, K: KVOperand, V: KVOperand, p_page_ids, key_range
     for n_block in tl.range(unmasked_begin, unmasked_end):
         next_page_ids = load_page_ids_if_paged(p_page_ids, n_block + 1, key_range.end, IS_NEW_KV, cfg)
         softmax_state = attend_kv_block(
-            q, softmax_state, K, V, page_ids, n_block, key_range, q_position, h, scale, softcap, False, IS_NEW_KV, cfg
-        )
+            q, softmax_state, K, V, page_ids, n_block, key_range, q_position, h, score_scale, softcap, False,
+            IS_NEW_KV, cfg,
+        )  # fmt: skip
         page_ids = next_page_ids
     # Masked key blocks, unpipelined
     for i in tl.range(0, unmasked_begin - n_block_begin + n_block_end - unmasked_end, num_stages=1):
@@ -333,6 +323,7 @@ def mainloop(q, softmax_state, K: KVOperand, V: KVOperand, p_page_ids, key_range
         )
         page_ids = load_page_ids_if_paged(p_page_ids, n_block, key_range.end, IS_NEW_KV, cfg)
         softmax_state = attend_kv_block(
-            q, softmax_state, K, V, page_ids, n_block, key_range, q_position, h, scale, softcap, True, IS_NEW_KV, cfg
-        )
+            q, softmax_state, K, V, page_ids, n_block, key_range, q_position, h, score_scale, softcap, True,
+            IS_NEW_KV, cfg,
+        )  # fmt: skip
     return softmax_state

@@ -16,7 +16,7 @@ from ....triton.parts.project import (
     GROUP,
     accumulate_scaled_group,
     prefetch_weights,
-    quantize_rows_e4m3,
+    quantize_rows_e4m3_codes_and_scales,
     store_projection,
 )
 from ....triton.parts.tile_scheduler import split_metadata_ptr
@@ -166,7 +166,7 @@ def combine_project_kernel(
     )
     latents = tl.where(is_split[:, None], cast_output(latents, LATENTS, cfg), unsplit_latents)
     # Quantize and project.
-    codes, x_scales = quantize_rows_e4m3(tl.reshape(latents, [4 * BLOCK_M, GROUP]), True)
+    codes, x_scales = quantize_rows_e4m3_codes_and_scales(tl.reshape(latents, [4 * BLOCK_M, GROUP]), True)
     codes, x_scales = (
         split_into_four_column_blocks(tl.reshape(codes, [BLOCK_M, 4 * GROUP])),
         split_into_four_column_blocks(tl.reshape(x_scales, [BLOCK_M, 4])),

@@ -198,10 +198,10 @@ def query_inv_scales_and_q_scales(chunks, negate, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def view_smem_rows_in_steps(x, STEP: gl.constexpr):
+def view_smem_rows_in_steps(x, ROWS_PER_STEP: gl.constexpr):
     """Returns a view of query rows in shared memory in steps of STEP rows."""
-    NUM_STEPS: gl.constexpr = x.shape[0] * x.shape[1] // STEP
-    return reinterpret(x, x.dtype, [NUM_STEPS, STEP, x.shape[2]], x.layout)
+    NUM_STEPS: gl.constexpr = x.shape[0] * x.shape[1] // ROWS_PER_STEP
+    return reinterpret(x, x.dtype, [NUM_STEPS, ROWS_PER_STEP, x.shape[2]], x.layout)
 
 
 @gluon.jit
@@ -638,21 +638,23 @@ def rescale_acc_if_flagged(acc_o, smem_rescale, rescale_flag, ACC_LAYOUT: gl.con
 
 @gluon.jit
 def wait_p_rescale_and_accumulate_pv(acc_o, smem_packed_v, first_chunk, buffers, p_full, p_iter,
-                                     ACC: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+                                     ACC_LAYOUT: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Waits for P and returns acc_o + V × P, the last MMAs in flight."""
     smem_p, v_scale_ratios = buffers.smem_p, buffers.v_scale_ratios
     p_stage = p_iter % P_STAGES
-    packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk, 0, ACC)
+    packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk, 0, ACC_LAYOUT)
     if not cfg.GROUP_SCALES:  # ratios are ready only with P
         v = dequant_v_times_scale_ratios(packed, v_scale_ratios, 0, cfg)
     mbarrier.wait(p_full.index(p_stage), (p_iter // P_STAGES) & 1)
-    acc_o = rescale_acc_if_flagged(acc_o, buffers.rescales.index(p_stage), buffers.rescale_flags.index(p_stage), ACC)
+    acc_o = rescale_acc_if_flagged(
+        acc_o, buffers.rescales.index(p_stage), buffers.rescale_flags.index(p_stage), ACC_LAYOUT
+    )
     if cfg.GROUP_SCALES:
         v = dequant_v_times_scale_ratios(packed, v_scale_ratios.index(first_chunk), 0, cfg)
     for i in gl.static_range(CHUNKS_PER_WARPGROUP):
         for key_half in gl.static_range(KEY_HALVES):
             if i + key_half > 0:
-                packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk + i, key_half, ACC)
+                packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk + i, key_half, ACC_LAYOUT)
                 acc_o = warpgroup_mma_wait(0, acc_o)
                 v = dequant_v_times_scale_ratios(packed, v_scale_ratios.index(first_chunk + i), key_half, cfg)
             p = smem_p.index(KEY_HALVES * p_stage + key_half).permute((1, 0))

@@ -28,7 +28,7 @@ def view_query_as_8bit(q_stages, I_CONSUMER: gl.constexpr, Q_DTYPE: gl.constexpr
 
 @gluon.jit
 def multiply_smem_q_by_sign(smem_q, score_scale_sign, LAYOUT: gl.constexpr):
-    """Multiplies rows in shared memory by the score_scale_sign."""
+    """Multiplies rows in shared memory by the score scale's sign."""
     if score_scale_sign < 0:
         smem_q.store((smem_q.load(LAYOUT).to(gl.float32) * -1.0).to(smem_q.dtype))
         fence_async_shared()
