@@ -151,7 +151,7 @@ INLINE void accumulate_qk_4_bit(const Nibble<DTYPE>& code_table, const uint32_t*
         for (int half = 0; half < 2; half++) {
             __m512i x[VECTORS][4];
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) code_table.look_up_4_codes(_mm512_loadu_si512(packed_keys + half * BLOCK_N + v * W), x[v]);
+            for (int v = 0; v < VECTORS; v++) code_table.look_up_4_codes_of_each_word(_mm512_loadu_si512(packed_keys + half * BLOCK_N + v * W), x[v]);
 #pragma GCC unroll 4
             for (int n = 0; n < 4; n++)
 #pragma GCC unroll 8

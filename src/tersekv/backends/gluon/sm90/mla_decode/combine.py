@@ -15,7 +15,7 @@ from ....triton.parts.combine import cast_output, compute_acc_scale_and_lse, loa
 from ....triton.parts.project import (
     GROUP,
     accumulate_scaled_group,
-    prefetch_weights,
+    prefetch_weights_and_scales,
     quantize_rows_e4m3_codes_and_scales,
     store_projection,
 )
@@ -143,8 +143,10 @@ def combine_project_kernel(
     columns by e4m3 weights. Unsplit rows are read from LATENTS. Weights are prefetched before the PDL wait."""
     gdc_launch_dependents()
     h = tl.program_id(0)
-    _, weights, scales = prefetch_weights((W, stride_wh, stride_wn, W_SCALE, stride_sh, stride_sn), h.to(tl.int64), 0,
-                                          PROJECTED_COLUMNS, cfg.DV, PROJECTED_COLUMNS, 4)  # fmt: skip
+    _, weights, scales = prefetch_weights_and_scales(
+        (W, stride_wh, stride_wn, W_SCALE, stride_sh, stride_sn), h.to(tl.int64), 0, PROJECTED_COLUMNS, cfg.DV,
+        PROJECTED_COLUMNS, 4,
+    )  # fmt: skip
     o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     gdc_wait()
     i_work_tile, o_r, is_row = work_tile_row_and_validity_of_tokens(CU_SEQLENS_Q, o_m, h, T, B, max_m_blocks, cfg)
