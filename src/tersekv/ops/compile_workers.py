@@ -171,7 +171,7 @@ def work(room: str, i: int, workers: int) -> None:
     plan.absent_arch, clock = chip.arch, [0.0]
     stub = Path(room) / f"stub-{i}"
     stub.mkdir()
-    build_launcher = compile_only.make_launcher_builder(stub)
+    build_launcher = compile_only.build_triton_utils_and_make_launcher_builder(stub)
 
     def claim(key: str) -> bool:
         try:

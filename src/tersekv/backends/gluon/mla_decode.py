@@ -11,7 +11,7 @@ import torch
 
 from ...formats import LATENT_SINKS, LISTS, LSE_OF_KEYS, UE8M0, latent_format
 from ..host import launch
-from ..host.attention_launches import attention_launches, output_and_workspace_args, split_pass_args
+from ..host.attention_launches import attention_launches, output_and_workspace_args, split_pass_args_without_q_and_kv
 from ..host.bind import (
     BoundLaunches,
     HostAction,
@@ -155,7 +155,10 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
     )  # three_warpgroups stores columns in order
     kernel, outputs = _select_kernel(is_16_bit, config), output_and_workspace_args(f) | tensor_args(SINKS="sinks")
     arguments = (
-        portable.query_and_kv_scale_args(f) | split_pass_args(f) | outputs | _tensor_map_args(f, cfg, cache_matrices)
+        portable.query_and_kv_scale_args(f)
+        | split_pass_args_without_q_and_kv(f)
+        | outputs
+        | _tensor_map_args(f, cfg, cache_matrices)
     )
     arguments |= _cache_row_args(f, bool(listed_rows))
     arguments |= {"max_m_blocks": max_m_blocks, "STAGES": config.num_stages, "cfg": cfg}

@@ -25,7 +25,7 @@ def has_no_work(f: SimpleNamespace) -> bool:
     return 0 in f.out.shape or f.seq_lens.shape[0] == 0 or (lists is not None and lists.shape[-1] == 0)
 
 
-def split_pass_args(f: SimpleNamespace) -> dict[str, Any]:
+def split_pass_args_without_q_and_kv(f: SimpleNamespace) -> dict[str, Any]:
     """Returns the arguments of a split pass other than queries and caches."""
     tensors = tensor_args(
         PAGE_TABLE="page_table", SEQ_LENS="seq_lens", CU_SEQLENS_Q="cu_seqlens_q", SOFTMAX_SCALE="softmax_scale_t"

@@ -58,19 +58,19 @@ def compiling(
         driver._active, kernels.run, launch.absent_num_sms = was, run, sms
 
 
-def make_launcher_builder(libcuda_stub_folder: Path) -> Callable[[Any], None]:
+def build_triton_utils_and_make_launcher_builder(folder_for_libcuda_stub: Path) -> Callable[[Any], None]:
     """Returns a function that compiles the C function which launches a kernel; compiles what all kernels share.
 
-    They are linked with CUDA's driver: where there is none, with an empty library in `libcuda_stub_folder`. Python
+    They are linked with CUDA's driver: where there is none, with an empty library in `folder_for_libcuda_stub`. Python
     cannot load them then; they lie in the cache for a machine that can.
     """
     nvidia = importlib.import_module("triton.backends.nvidia.driver")
     try:
         nvidia.libcuda_dirs()
     except (AssertionError, OSError, subprocess.SubprocessError):
-        stub = libcuda_stub_folder / "libcuda.so.1"
+        stub = folder_for_libcuda_stub / "libcuda.so.1"
         subprocess.run([_c_compiler(), "-shared", "-x", "c", os.devnull, "-o", stub], check=True, capture_output=True)
-        triton.knobs.nvidia.libcuda_path = str(libcuda_stub_folder)
+        triton.knobs.nvidia.libcuda_path = str(folder_for_libcuda_stub)
 
     def build(make: Callable[..., Any], *args: Any) -> None:
         with suppress(ImportError):  # compiled, kept, and not loaded

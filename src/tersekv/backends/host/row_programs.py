@@ -113,12 +113,12 @@ class StoredFormat(KernelConfig):
     TAIL: int = 0
 
 
-def stored_format(fmt: str, widen: bool = True, dim: int = 0) -> StoredFormat:
+def stored_format(fmt: str, widen_int4_range_to_0: bool = True, dim: int = 0) -> StoredFormat:
     """Returns the facts of a format. dim: values of a row, which rows with exponents for scales want."""
     f = STORED_FORMATS[fmt]
     if f.scale != UE8M0:
-        return StoredFormat(f.code, f.scale, widen)
-    return StoredFormat(f.code, f.scale, widen, f.scale_block or 1, f.scales(dim), f.tail)
+        return StoredFormat(f.code, f.scale, widen_int4_range_to_0)
+    return StoredFormat(f.code, f.scale, widen_int4_range_to_0, f.scale_block or 1, f.scales(dim), f.tail)
 
 
 def program_elements(total: int, max_elements: int = MAX_ELEMENTS) -> int:

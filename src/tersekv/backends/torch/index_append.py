@@ -8,7 +8,12 @@ from typing import Any
 from tersekv.formats import INDEX_BLOCK, index_format
 
 from .exact import without_autocast
-from .index_rows import layer_norm_fp64, quantize_index_rows, rope_hadamard_and_validity_of_tokens, round_if_round16
+from .index_rows import (
+    layer_norm_fp64,
+    quantize_index_rows_to_codes_and_scales,
+    rope_hadamard_and_validity_of_tokens,
+    round_if_round16,
+)
 from .slots import scatter_rows, token_slots
 
 
@@ -32,7 +37,7 @@ def run(call: Any, config: None) -> None:
     slots = token_slots(call, num_pages, page_size, known)
     if slots is None:
         return
-    codes, scales = quantize_index_rows(x, index_format(call.format), INDEX_BLOCK)
+    codes, scales = quantize_index_rows_to_codes_and_scales(x, index_format(call.format), INDEX_BLOCK)
     scatter_rows(call.k_cache, codes, slots)
     if scales is not None:
         scatter_rows(call.k_scale_cache, scales[..., 0] if call.k_scale_cache.dim() == 2 else scales, slots)

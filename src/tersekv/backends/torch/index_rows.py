@@ -45,7 +45,9 @@ def round_if_round16(call: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).float() if call.round16 else x
 
 
-def quantize_index_rows(x: Tensor, f: KVFormat, columns_per_scale: int) -> tuple[Tensor, Tensor | None]:
+def quantize_index_rows_to_codes_and_scales(
+    x: Tensor, f: KVFormat, columns_per_scale: int
+) -> tuple[Tensor, Tensor | None]:
     """Returns codes [..., D] of fp32 rows, and fp32 scales [..., ceil(D / columns_per_scale)] or None."""
     if f.scale != INDEX:
         return cast_fp8(x, f.storage) if f.storage in FP8 else x.to(f.storage), None

@@ -209,12 +209,12 @@ def _quantize_nvfp4(x: Tensor, f: KVFormat, multiplier: Scale, global_scale: Sca
     return _pack_nibbles(codes), scales
 
 
-def _quantize_int4(x: Tensor, widen: bool) -> tuple[Tensor, Tensor]:
+def _quantize_int4(x: Tensor, widen_to_0: bool) -> tuple[Tensor, Tensor]:
     """Returns packed codes and stored scales of rows: 15 steps from least to largest value, and the zero point."""
     unknown = x.isnan()
-    least = x.masked_fill(unknown, 0.0 if widen else math.inf).amin(-1)
-    most = x.masked_fill(unknown, 0.0 if widen else -math.inf).amax(-1)
-    if widen:
+    least = x.masked_fill(unknown, 0.0 if widen_to_0 else math.inf).amin(-1)
+    most = x.masked_fill(unknown, 0.0 if widen_to_0 else -math.inf).amax(-1)
+    if widen_to_0:
         least, most = least.clamp(max=0.0), most.clamp(min=0.0)
     scales = torch.fmax(_divide_rounded(most - least, INT4_MAX), x.new_full((), MIN_TOKEN_HEAD_SCALE))
     zero = _round_int4(-least / scales)

@@ -29,7 +29,7 @@ def append_kernel(
     stride_k_channels, stride_v_channels, num_tokens, num_pages, num_requests, num_indices, k_end,
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     ROWS_K: tl.constexpr, ROWS_V: tl.constexpr, PAGE: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
-    K_SCALE_PER_HEAD: tl.constexpr, V_SCALE_PER_HEAD: tl.constexpr, SCALE_QUANTIZES: tl.constexpr,
+    K_SCALE_PER_HEAD: tl.constexpr, V_SCALE_PER_HEAD: tl.constexpr, SCALE_T_MULTIPLIES: tl.constexpr,
     NATIVE_FP8_CAST: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, K_PACKED_READ_MODE: tl.constexpr, V_PACKED_READ_MODE: tl.constexpr,
     USE_PTX: tl.constexpr,
@@ -48,7 +48,7 @@ def append_kernel(
         quantize_and_append_rows(
             i_block, num_tokens, p_k, strides_k, p_k_codes, strides_k_codes, p_k_scales, strides_k_scales, p_k_scale,
             k_scale,
-            slot_args, rope_args, H, DK, DK_PAD, ROWS_K, PAGE, K_FORMAT, K_SCALE_PER_HEAD, SCALE_QUANTIZES,
+            slot_args, rope_args, H, DK, DK_PAD, ROWS_K, PAGE, K_FORMAT, K_SCALE_PER_HEAD, SCALE_T_MULTIPLIES,
             NATIVE_FP8_CAST, STRIDE_UNIT,
             K_PACKED_READ_MODE, USE_PTX, USE_PDL, PDL_LAUNCH_LATE, (p_k_signs, p_k_channels, stride_k_channels),
         )  # fmt: skip
@@ -57,7 +57,7 @@ def append_kernel(
         quantize_and_append_rows(
             i_block - k_end, num_tokens, p_v, strides_v, p_v_codes, strides_v_codes, p_v_scales, strides_v_scales,
             p_v_scale,
-            v_scale, slot_args, rope_args, H, DV, DV_PAD, ROWS_V, PAGE, V_FORMAT, V_SCALE_PER_HEAD, SCALE_QUANTIZES,
+            v_scale, slot_args, rope_args, H, DV, DV_PAD, ROWS_V, PAGE, V_FORMAT, V_SCALE_PER_HEAD, SCALE_T_MULTIPLIES,
             NATIVE_FP8_CAST, STRIDE_UNIT,
             V_PACKED_READ_MODE, USE_PTX, USE_PDL, PDL_LAUNCH_LATE, (p_v_signs, p_v_channels, stride_v_channels),
         )  # fmt: skip
@@ -100,7 +100,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "K_FORMAT": row_programs.stored_format(formats[0], f.widen),
         "V_FORMAT": row_programs.stored_format(formats[1], f.widen),
         "K_SCALE_PER_HEAD": row_programs.per_head(f.k_scale_t), "V_SCALE_PER_HEAD": row_programs.per_head(f.v_scale_t),
-        "SCALE_QUANTIZES": f.scales_quantize, "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f), "STRIDE_UNIT": unit,
+        "SCALE_T_MULTIPLIES": f.scales_quantize, "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f), "STRIDE_UNIT": unit,
         "K_PACKED_READ_MODE": packed[0], "V_PACKED_READ_MODE": packed[1], "USE_PTX": launch.has_ptx(f),
         "USE_PDL": row_programs.uses_pdl(f),
         "PDL_LAUNCH_LATE": any(row_programs.launches_dependents_late(name, elements_per_program,

@@ -10,13 +10,13 @@ import triton.language as tl
 
 from ..host import launch, row_programs
 from ..host.bind import BYTES, BoundLaunches, KernelLaunch, LaunchSequence, tensor_args
-from .parts.index_rows import BLOCK, INDEX, cast_index_rows, encode_index_fp8, load_index_rows
+from .parts.index_rows import BLOCK, INDEX, cast_index_rows, encode_index_fp8_codes_and_scales, load_index_rows
 from .parts.quant import store_codes
 from .parts.token_rows import (
     cos_sin_row_ptr_and_mask,
     load_rope_position,
     load_slot_or_request_and_position,
-    resolve_page_slot,
+    resolve_page_slot_and_write_mask,
 )
 
 _TENSOR_ARGS = tensor_args(
@@ -36,7 +36,9 @@ def index_append_kernel(
     """Handles ROWS tokens; past the last one it is repeated, and stored again alike."""
     token = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), num_tokens - 1)
     slot_args = (p_slot_mapping, None, None, None, None, num_pages, 0, 0)
-    page, page_slot, m_write = resolve_page_slot(load_slot_or_request_and_position(token, slot_args), slot_args, PAGE)
+    page, page_slot, m_write = resolve_page_slot_and_write_mask(
+        load_slot_or_request_and_position(token, slot_args), slot_args, PAGE
+    )
     m_write = m_write[:, None]
     p_cos_sin_row, has_position = None, None
     if p_cos_sin is not None:
@@ -50,7 +52,7 @@ def index_append_kernel(
     o_codes = (page * stride_codes_p + page_slot * stride_codes_s)[:, None]
     if FORMAT.SCALE == INDEX:
         COLUMNS: tl.constexpr = min(D_PAD, BLOCK)
-        codes, scales = encode_index_fp8(x, COLUMNS, NATIVE_FP8_CAST)
+        codes, scales = encode_index_fp8_codes_and_scales(x, COLUMNS, NATIVE_FP8_CAST)
         o_scales = (page * stride_scales_p + page_slot * stride_scales_s)[:, None]
         tl.store(p_scales + o_scales + tl.arange(0, D_PAD // COLUMNS)[None, :], scales, mask=m_write)
     else:

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..host import launch, row_programs
 from ..host.bind import BYTES, BoundLaunches, KernelLaunch, LaunchSequence, tensor_args
-from .parts.index_rows import INDEX, cast_index_rows, encode_index_fp8, load_index_rows
+from .parts.index_rows import INDEX, cast_index_rows, encode_index_fp8_codes_and_scales, load_index_rows
 from .parts.token_rows import (
     cos_sin_row_ptr_and_mask,
     load_rope_position,
@@ -51,7 +51,7 @@ def index_query_kernel(
         weight = tl.load(p_weights + row_offsets(token, head, strides_weights, 1)).to(tl.float32)
     weight = weight * weight_scale
     if FORMAT.SCALE == INDEX:
-        codes, scale = encode_index_fp8(x, D_PAD, NATIVE_FP8_CAST)
+        codes, scale = encode_index_fp8_codes_and_scales(x, D_PAD, NATIVE_FP8_CAST)
         weight = weight * scale
     else:
         codes = cast_index_rows(x, p_q_out.dtype.element_ty, FORMAT, NATIVE_FP8_CAST)

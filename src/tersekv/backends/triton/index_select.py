@@ -40,7 +40,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence | HostAction:
     step = max(1, min(num_rows, MAX_SCORES // max(words, 1)))
     scores, strides = TensorArg(WORKSPACE), (width * lines, width)
     arguments = request_search_args(f) | {
-        "STARTS": None, "VISIBLE": None, "OPEN_GROUP": None, "HAS_GROUP": f.open_group, "KEYS": f.block,
+        "STARTS": None, "VISIBLE": None, "OPEN_GROUP": None, "HAS_GROUP": f.open_group, "KEYS_PER_COLUMN": f.block,
         "cfg": RowConfig(**request_search_constants(f)),
     }  # fmt: skip
     launches: list[KernelLaunch] = []

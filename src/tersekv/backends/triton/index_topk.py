@@ -21,7 +21,8 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     if 0 in f.out.shape:
         return LaunchSequence()
     arguments = tensor_args(STARTS="starts", VISIBLE="visible", OPEN_GROUP="open_group") | {
-        "SEQ_LENS": None, "CU_SEQLENS_Q": None, "B": 0, "KEYS": 1, "HAS_GROUP": f.open_group is not None, "cfg": None,
+        "SEQ_LENS": None, "CU_SEQLENS_Q": None, "B": 0, "KEYS_PER_COLUMN": 1, "HAS_GROUP": f.open_group is not None,
+        "cfg": None,
     }  # fmt: skip
     strides = f.scores.stride[0], f.scores.stride[1] if len(f.scores.shape) == 3 else 0
     num_rows, width, lines = f.out.shape[0], f.scores.shape[-1], f.out.shape[1] if len(f.out.shape) == 3 else 1

@@ -48,8 +48,8 @@ def mla_append_kernel(
     L_PAD: tl.constexpr, R_PAD: tl.constexpr, Q_NOPE_PAD: tl.constexpr,
     ROWS_C: tl.constexpr, ROWS_PE: tl.constexpr, ROWS_R: tl.constexpr, ROWS_N: tl.constexpr, PAGE: tl.constexpr,
     INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, PE_FORMAT: tl.constexpr, QUERY_KIND: tl.constexpr,
-    ZERO_PADDING: tl.constexpr, SCALE_QUANTIZES: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr, STRIDE_UNIT: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    ZERO_PADDING: tl.constexpr, SCALE_T_MULTIPLIES: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Handles, by program: the rotary key, latents, q's rotary part, q's other part."""
     i_block = tl.program_id(0)
@@ -65,7 +65,7 @@ def mla_append_kernel(
                 i_block, num_tokens, p_k_pe, strides_k_pe, p_k_pe, strides_k_pe, p_kpe, strides_kpe, p_scales,
                 strides_scales,
                 p_kv_scale, kv_scale, slot_args, rope_args,
-                1, R, R, R_PAD, ROWS_PE, PAGE, INTERLEAVED, PE_FORMAT, False, SCALE_QUANTIZES, NATIVE_FP8_CAST,
+                1, R, R, R_PAD, ROWS_PE, PAGE, INTERLEAVED, PE_FORMAT, False, SCALE_T_MULTIPLIES, NATIVE_FP8_CAST,
                 STRIDE_UNIT, not INTERLEAVED,
                 USE_PDL, False, True, rotation,
             )  # fmt: skip
@@ -73,7 +73,7 @@ def mla_append_kernel(
             quantize_and_append_rows(
                 i_block, num_tokens, p_k_pe, strides_k_pe, p_kpe, strides_kpe, p_scales, strides_scales, p_kv_scale,
                 kv_scale,
-                slot_args, rope_args, 1, R, R_PAD, ROWS_PE, PAGE, PE_FORMAT, False, SCALE_QUANTIZES, NATIVE_FP8_CAST,
+                slot_args, rope_args, 1, R, R_PAD, ROWS_PE, PAGE, PE_FORMAT, False, SCALE_T_MULTIPLIES, NATIVE_FP8_CAST,
                 STRIDE_UNIT, False, False,
                 USE_PDL, False, rotation,
             )  # fmt: skip
@@ -81,8 +81,8 @@ def mla_append_kernel(
         quantize_and_append_rows(
             i_block - pe_end, num_tokens, p_kv_c, strides_kv_c, p_ckv, strides_ckv, p_scales, strides_scales,
             p_kv_scale,
-            kv_scale, slot_args, rope_args, 1, L, L_PAD, ROWS_C, PAGE, FORMAT, False, SCALE_QUANTIZES, NATIVE_FP8_CAST,
-            STRIDE_UNIT, False, False,
+            kv_scale, slot_args, rope_args, 1, L, L_PAD, ROWS_C, PAGE, FORMAT, False, SCALE_T_MULTIPLIES,
+            NATIVE_FP8_CAST, STRIDE_UNIT, False, False,
             USE_PDL, False, rotation,
         )  # fmt: skip
     elif i_block < rope_end:
@@ -91,7 +91,7 @@ def mla_append_kernel(
                 i_block - c_end, num_tokens, p_q_rope, strides_q_rope, p_q_rope_out, strides_q_rope_out, p_q_scale,
                 q_scale,
                 slot_args, rope_args, Q_HEADS, R, R_PAD, ROWS_R, True, INTERLEAVED, QUERY_KIND, ZERO_PADDING,
-                SCALE_QUANTIZES, NATIVE_FP8_CAST, STRIDE_UNIT,
+                SCALE_T_MULTIPLIES, NATIVE_FP8_CAST, STRIDE_UNIT,
                 USE_PDL, False, True,
             )  # fmt: skip
     elif p_q_nope is not None:
@@ -99,7 +99,7 @@ def mla_append_kernel(
             i_block - rope_end, num_tokens, p_q_nope, strides_q_nope, p_q_nope_out, strides_q_nope_out, p_q_scale,
             q_scale,
             slot_args, rope_args, Q_HEADS, Q_NOPE_DIM, Q_NOPE_PAD, ROWS_N, False, INTERLEAVED, QUERY_KIND, ZERO_PADDING,
-            SCALE_QUANTIZES, NATIVE_FP8_CAST, STRIDE_UNIT,
+            SCALE_T_MULTIPLIES, NATIVE_FP8_CAST, STRIDE_UNIT,
             USE_PDL, False, True,
         )  # fmt: skip
 
@@ -158,7 +158,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "PAGE": f.ckv.shape[1], "INTERLEAVED": f.interleaved,
         "FORMAT": row_programs.stored_format(f.format, dim=rank), "PE_FORMAT": row_programs.stored_format(pe_format),
         "QUERY_KIND": row_programs.query_output_kind(f), "ZERO_PADDING": f.zero_padding,
-        "SCALE_QUANTIZES": f.scales_quantize,
+        "SCALE_T_MULTIPLIES": f.scales_quantize,
         "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f), "STRIDE_UNIT": unit, "USE_PDL": row_programs.uses_pdl(f),
     }  # fmt: skip
     if f.k_pe is None:  # R is 0: no program handles what stands in for it

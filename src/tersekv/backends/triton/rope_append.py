@@ -55,7 +55,7 @@ def rope_append_kernel(
     PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
     QUERY_KIND: tl.constexpr,
     K_SCALE_PER_HEAD: tl.constexpr, V_SCALE_PER_HEAD: tl.constexpr, ZERO_PADDING: tl.constexpr,
-    SCALE_QUANTIZES: tl.constexpr,
+    SCALE_T_MULTIPLIES: tl.constexpr,
     NATIVE_FP8_CAST: tl.constexpr, STRIDE_UNIT: tl.constexpr, SPLIT_HALVES: tl.constexpr, PACKED: tl.constexpr,
     USE_PTX: tl.constexpr,
     USE_PDL: tl.constexpr, PDL_LAUNCH_LATE: tl.constexpr, ORDER_LOADS: tl.constexpr,
@@ -72,8 +72,8 @@ def rope_append_kernel(
         rope_quantize_and_append_keys(
             i_block, num_tokens, p_k_rope, strides_k_rope, p_k_nope, strides_k_nope, p_k_codes, strides_k_codes,
             p_k_scales, strides_k_scales, p_k_scale, k_scale, slot_args, rope_args,
-            H, R, DK, DK_PAD, ROWS_K, PAGE, INTERLEAVED, K_FORMAT, K_SCALE_PER_HEAD, SCALE_QUANTIZES, NATIVE_FP8_CAST,
-            STRIDE_UNIT, SPLIT_HALVES,
+            H, R, DK, DK_PAD, ROWS_K, PAGE, INTERLEAVED, K_FORMAT, K_SCALE_PER_HEAD, SCALE_T_MULTIPLIES,
+            NATIVE_FP8_CAST, STRIDE_UNIT, SPLIT_HALVES,
             USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS, (p_k_signs, p_k_channels, stride_k_channels),
         )  # fmt: skip
     # V
@@ -81,7 +81,7 @@ def rope_append_kernel(
         quantize_and_append_rows(
             i_block - k_end, num_tokens, p_v, strides_v, p_v_codes, strides_v_codes, p_v_scales, strides_v_scales,
             p_v_scale,
-            v_scale, slot_args, rope_args, H, DV, DV_PAD, ROWS_V, PAGE, V_FORMAT, V_SCALE_PER_HEAD, SCALE_QUANTIZES,
+            v_scale, slot_args, rope_args, H, DV, DV_PAD, ROWS_V, PAGE, V_FORMAT, V_SCALE_PER_HEAD, SCALE_T_MULTIPLIES,
             NATIVE_FP8_CAST, STRIDE_UNIT, PACKED,
             USE_PTX, USE_PDL, PDL_LAUNCH_LATE, (p_v_signs, p_v_channels, stride_v_channels),
         )  # fmt: skip
@@ -92,7 +92,7 @@ def rope_append_kernel(
                 i_block - v_end, num_tokens, p_q_rope, strides_q_rope, p_q_rope_out, strides_q_rope_out, p_q_scale,
                 q_scale,
                 slot_args, rope_args, Q_HEADS, R, R_PAD, ROWS_R, True, INTERLEAVED, QUERY_KIND, ZERO_PADDING,
-                SCALE_QUANTIZES, NATIVE_FP8_CAST, STRIDE_UNIT,
+                SCALE_T_MULTIPLIES, NATIVE_FP8_CAST, STRIDE_UNIT,
                 USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS,
             )  # fmt: skip
     # Other part of q
@@ -101,7 +101,7 @@ def rope_append_kernel(
             i_block - rope_end, num_tokens, p_q_nope, strides_q_nope, p_q_nope_out, strides_q_nope_out, p_q_scale,
             q_scale,
             slot_args, rope_args, Q_HEADS, Q_NOPE_DIM, Q_NOPE_PAD, ROWS_N, False, INTERLEAVED, QUERY_KIND, ZERO_PADDING,
-            SCALE_QUANTIZES, NATIVE_FP8_CAST, STRIDE_UNIT,
+            SCALE_T_MULTIPLIES, NATIVE_FP8_CAST, STRIDE_UNIT,
             USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS,
         )  # fmt: skip
 
@@ -157,7 +157,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "V_FORMAT": row_programs.stored_format(formats[1]),
         "QUERY_KIND": row_programs.query_output_kind(f),
         "K_SCALE_PER_HEAD": row_programs.per_head(f.k_scale_t), "V_SCALE_PER_HEAD": row_programs.per_head(f.v_scale_t),
-        "ZERO_PADDING": f.zero_padding, "SCALE_QUANTIZES": f.scales_quantize,
+        "ZERO_PADDING": f.zero_padding, "SCALE_T_MULTIPLIES": f.scales_quantize,
         "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f),
         "STRIDE_UNIT": unit, "SPLIT_HALVES": split_halves, "PACKED": min(row_programs.packed_read_mode(f, unit, "v"),
         1), "USE_PTX": launch.has_ptx(f),

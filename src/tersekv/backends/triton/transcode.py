@@ -35,7 +35,7 @@ from .parts.token_rows import cache_row_offsets, interleave_pairs, token_and_hea
 SUPPORTS = (PAIRS, ROTATION, CHANNELS)
 _SIDES = ("k", "v")
 _TENSOR_ARGS = tensor_args(
-    BYTES, p_src_pages="src_pages", p_dst_pages="dst_pages", p_num_tokens="num_tokens_t", p_layers="layers",
+    BYTES, p_src_pages="src_pages", p_dst_pages="dst_pages", p_num_tokens="num_tokens_t", p_layer_table="layers",
     **{
         f"p_{of}_{side}_{what}": field.format(side)
         for side in _SIDES
@@ -145,16 +145,16 @@ def dequantize_rows(
 
 
 @triton.jit
-def count_unequal_signs(src_attributes, dst_attributes, SIZE: tl.constexpr):
+def count_unequal_signs(src_attributes, dst_attributes, NUM_SIGNS: tl.constexpr):
     """Returns how many signs differ, all if rows of one side are not rotated: int32 [1, 1]."""
     p_src_signs, src_distance, _, _, _ = src_attributes
     p_dst_signs, dst_distance, _, _, _ = dst_attributes
     if p_src_signs is None and p_dst_signs is None:
         return tl.zeros([1, 1], tl.int32)
     elif p_src_signs is None or p_dst_signs is None:
-        return tl.full([1, 1], SIZE, tl.int32)
+        return tl.full([1, 1], NUM_SIGNS, tl.int32)
     else:
-        i = tl.arange(0, SIZE)[None, :]
+        i = tl.arange(0, NUM_SIGNS)[None, :]
         differ = tl.load(p_src_signs + src_distance + i) != tl.load(p_dst_signs + dst_distance + i)
         return tl.sum(differ.to(tl.int32), 1)[:, None]
 
@@ -352,7 +352,7 @@ def transcode_rows(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_src_pages", "num_dst_pages", "k_end"])
 def transcode_kernel(
-    p_src_pages, p_dst_pages, p_num_tokens, p_layers,
+    p_src_pages, p_dst_pages, p_num_tokens, p_layer_table,
     p_src_k_codes, p_src_k_stored, p_src_k_scale, p_src_k_signs, p_src_k_channels,
     p_dst_k_codes, p_dst_k_stored, p_dst_k_scale, p_dst_k_signs, p_dst_k_channels,
     p_src_v_codes, p_src_v_stored, p_src_v_scale, p_src_v_signs, p_src_v_channels,
@@ -364,13 +364,13 @@ def transcode_kernel(
     ROWS_K: tl.constexpr, ROWS_V: tl.constexpr, SRC_PAGE: tl.constexpr, DST_PAGE: tl.constexpr,
     SRC_K_FORMAT: tl.constexpr, SRC_V_FORMAT: tl.constexpr, DST_K_FORMAT: tl.constexpr, DST_V_FORMAT: tl.constexpr,
     SRC_K_PER_HEAD: tl.constexpr, SRC_V_PER_HEAD: tl.constexpr, DST_K_PER_HEAD: tl.constexpr,
-    DST_V_PER_HEAD: tl.constexpr, COPY_K: tl.constexpr, COPY_V: tl.constexpr, COLUMNS: tl.constexpr,
+    DST_V_PER_HEAD: tl.constexpr, COPY_K: tl.constexpr, COPY_V: tl.constexpr, LAYER_TABLE_COLUMNS: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, NATIVE_E4M3: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr,
     THREADS_K: tl.constexpr, THREADS_V: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """Transcodes K in programs up to k_end, then V; axis 1 of the grid are layers."""
     i_block = tl.program_id(0)
-    p_layer = None if p_layers is None else p_layers + tl.program_id(1) * COLUMNS
+    p_layer = None if p_layer_table is None else p_layer_table + tl.program_id(1) * LAYER_TABLE_COLUMNS
     tokens = (num_tokens, p_num_tokens)
     page_args = (p_src_pages, p_dst_pages, num_src_pages, num_dst_pages)
     if i_block < k_end:
@@ -428,7 +428,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     arguments: dict[str, Any] = _TENSOR_ARGS | {
         "num_tokens": tokens, "num_src_pages": f.src_k.shape[0], "num_dst_pages": f.k_cache.shape[0], "k_end": k_end,
         "H": heads, "SRC_PAGE": f.src_k.shape[1], "DST_PAGE": f.k_cache.shape[1], "STRIDE_UNIT": unit,
-        "COLUMNS": 0 if f.layers is None else f.layers.shape[1], "NATIVE_E4M3": not launch.emulates_e4m3(f),
+        "LAYER_TABLE_COLUMNS": 0 if f.layers is None else f.layers.shape[1], "NATIVE_E4M3": not launch.emulates_e4m3(f),
         "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f), "USE_PTX": launch.has_ptx(f),
     }  # fmt: skip
     for s in _SIDES:

@@ -28,7 +28,7 @@ struct VectorPair {
     __m512i first, second;
 };
 
-INLINE VectorPair interleave(const CodeLookup& x) { return {_mm512_unpacklo_epi8(x.low, x.high), _mm512_unpackhi_epi8(x.low, x.high)}; }
+INLINE VectorPair interleave(const LowAndHighBytes& x) { return {_mm512_unpacklo_epi8(x.low, x.high), _mm512_unpackhi_epi8(x.low, x.high)}; }
 
 // Loads codes of 64 columns from column c on as bf16; past the row's end they are 0 and not read.
 template <int64_t DTYPE>

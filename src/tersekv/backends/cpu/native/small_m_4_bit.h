@@ -44,7 +44,7 @@ struct Nibble {
     }
 
     // Looks up the n-th code of each word, in out[n].
-    INLINE void look_up_4_codes(__m512i x, __m512i (&out)[4]) const {
+    INLINE void look_up_4_codes_of_each_word(__m512i x, __m512i (&out)[4]) const {
         out[0] = _mm512_permutexvar_epi16(x, table);
         out[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(x, 4), table);
         out[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(x, 8), table);
@@ -56,13 +56,13 @@ struct Nibble {
     INLINE void load_value_pairs(const uint8_t* first, const uint8_t* second, __mmask32 inside, __m512i (&out)[4]) const {
         __m512i a = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(inside, first));
         __m512i b = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(inside, second));
-        look_up_4_codes(_mm512_permutex2var_epi16(a, _mm512_load_si512(NIBBLE_ORDERS.tokens), b), out);
+        look_up_4_codes_of_each_word(_mm512_permutex2var_epi16(a, _mm512_load_si512(NIBBLE_ORDERS.tokens), b), out);
     }
 };
 
 // 64 e4m3 scales → fp32: bytes 4 i to 4 i + 3 of each lane go to the i-th vector.
 INLINE void decode_64_e4m3_scales(__m512i codes, const Table<E4M3>& table, float* out) {
-    CodeLookup look = table(codes);
+    LowAndHighBytes look = table(codes);
     __m512i zero = _mm512_setzero_si512();
     __m512i low = _mm512_unpacklo_epi8(look.low, look.high), high = _mm512_unpackhi_epi8(look.low, look.high);
     _mm512_storeu_si512(out, _mm512_unpacklo_epi16(zero, low));
@@ -151,7 +151,7 @@ INLINE void accumulate_qk_4_bit(const Nibble<DTYPE>& code_table, const uint32_t*
         for (int half = 0; half < 2; half++) {
             __m512i x[VECTORS][4];
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) code_table.look_up_4_codes(_mm512_loadu_si512(packed_keys + half * BLOCK_N + v * W), x[v]);
+            for (int v = 0; v < VECTORS; v++) code_table.look_up_4_codes_of_each_word(_mm512_loadu_si512(packed_keys + half * BLOCK_N + v * W), x[v]);
 #pragma GCC unroll 4
             for (int n = 0; n < 4; n++)
 #pragma GCC unroll 8

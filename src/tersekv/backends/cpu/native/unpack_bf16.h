@@ -48,7 +48,7 @@ inline __m512i broadcast_16_bytes(const uint8_t (&bytes)[16]) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
 }
 
-struct CodeLookup {
+struct LowAndHighBytes {
     __m512i low, high;  // bytes of bf16 numbers, in the order of the codes
 };
 
@@ -61,19 +61,19 @@ struct Table {
             high[i] = _mm512_loadu_si512(BYTES<DTYPE>.high + 64 * i);
         }
     }
-    CodeLookup operator()(__m512i codes) const {
-        __m512i i = DTYPE == INT8 ? _mm512_abs_epi8(codes) : codes, sign = _mm512_set1_epi8(-128);
+    LowAndHighBytes operator()(__m512i byte_codes) const {
+        __m512i i = DTYPE == INT8 ? _mm512_abs_epi8(byte_codes) : byte_codes, sign = _mm512_set1_epi8(-128);
         __m512i h = _mm512_permutex2var_epi8(high[0], i, high[1]);
-        h = _mm512_ternarylogic_epi32(h, codes, sign, 0xF8);  // h | (codes & sign)
-        if (DTYPE == INT8) h = _mm512_mask_mov_epi8(h, _mm512_cmpeq_epi8_mask(codes, sign), _mm512_set1_epi8(0xC3 - 256));
+        h = _mm512_ternarylogic_epi32(h, byte_codes, sign, 0xF8);  // h | (code & sign)
+        if (DTYPE == INT8) h = _mm512_mask_mov_epi8(h, _mm512_cmpeq_epi8_mask(byte_codes, sign), _mm512_set1_epi8(0xC3 - 256));
         return {_mm512_permutex2var_epi8(low[0], i, low[1]), h};
     }
 };
 
 template <int64_t DTYPE>
-inline CodeLookup lookup_4_bit_codes(__m512i codes) {
-    return {_mm512_shuffle_epi8(broadcast_16_bytes(DTYPE == INT4 ? INT4_LOW : E2M1_LOW), codes),
-            _mm512_shuffle_epi8(broadcast_16_bytes(DTYPE == INT4 ? INT4_HIGH : E2M1_HIGH), codes)};
+inline LowAndHighBytes low_and_high_bf16_bytes_of_4_bit_codes(__m512i byte_codes) {
+    return {_mm512_shuffle_epi8(broadcast_16_bytes(DTYPE == INT4 ? INT4_LOW : E2M1_LOW), byte_codes),
+            _mm512_shuffle_epi8(broadcast_16_bytes(DTYPE == INT4 ? INT4_HIGH : E2M1_HIGH), byte_codes)};
 }
 
 struct Nibbles {
@@ -98,7 +98,7 @@ alignas(16) constexpr uint8_t BY_BYTE[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10,
 // Stores the bf16 pairs of one 4-byte word of 16 tokens, for the columns that it holds.
 template <int64_t DTYPE>
 inline void store_key_pairs(__m512i x, const Table<DTYPE>& table, uint32_t* out) {
-    CodeLookup look = table(_mm512_shuffle_epi8(x, broadcast_16_bytes(BY_TWO_BYTES)));
+    LowAndHighBytes look = table(_mm512_shuffle_epi8(x, broadcast_16_bytes(BY_TWO_BYTES)));
     _mm512_storeu_si512(out, _mm512_unpacklo_epi8(look.low, look.high));
     _mm512_storeu_si512(out + BLOCK_N, _mm512_unpackhi_epi8(look.low, look.high));
 }
@@ -106,7 +106,7 @@ inline void store_key_pairs(__m512i x, const Table<DTYPE>& table, uint32_t* out)
 template <int64_t DTYPE>
 inline void store_key_pairs_4_bit(__m512i x, uint32_t* out) {
     Nibbles codes(_mm512_shuffle_epi8(x, broadcast_16_bytes(BY_BYTE)));
-    CodeLookup even = lookup_4_bit_codes<DTYPE>(codes.even), odd = lookup_4_bit_codes<DTYPE>(codes.odd);
+    LowAndHighBytes even = low_and_high_bf16_bytes_of_4_bit_codes<DTYPE>(codes.even), odd = low_and_high_bf16_bytes_of_4_bit_codes<DTYPE>(codes.odd);
     __m512i e = _mm512_unpacklo_epi8(even.low, even.high), o = _mm512_unpacklo_epi8(odd.low, odd.high);
     _mm512_storeu_si512(out, _mm512_unpacklo_epi16(e, o));
     _mm512_storeu_si512(out + BLOCK_N, _mm512_unpackhi_epi16(e, o));
@@ -165,7 +165,7 @@ template <int64_t DTYPE>
 inline void store_value_pairs(__m512i a, __m512i b, const Table<DTYPE>& table, uint32_t* out, int64_t c, int64_t columns) {
     __m512i order = _mm512_loadu_si512(VALUE_BYTE_ORDERS.of_8_bit);
     a = _mm512_permutexvar_epi8(order, a), b = _mm512_permutexvar_epi8(order, b);
-    CodeLookup first = table(_mm512_unpacklo_epi8(a, b)), second = table(_mm512_unpackhi_epi8(a, b));
+    LowAndHighBytes first = table(_mm512_unpacklo_epi8(a, b)), second = table(_mm512_unpackhi_epi8(a, b));
     store_inside_row(_mm512_unpacklo_epi8(first.low, first.high), out, c, columns);
     store_inside_row(_mm512_unpackhi_epi8(first.low, first.high), out, c + 16, columns);
     store_inside_row(_mm512_unpacklo_epi8(second.low, second.high), out, c + 32, columns);
@@ -177,8 +177,8 @@ inline void store_value_pairs_4_bit(__m512i a, __m512i b, uint32_t* out, int64_t
     __m512i order = _mm512_loadu_si512(VALUE_BYTE_ORDERS.of_4_bit);
     Nibbles x(_mm512_permutexvar_epi8(order, a)), y(_mm512_permutexvar_epi8(order, b));
     for (int half = 0; half < 2; half++, c += 64) {
-        CodeLookup p = lookup_4_bit_codes<DTYPE>(half ? _mm512_unpackhi_epi8(x.even, x.odd) : _mm512_unpacklo_epi8(x.even, x.odd));
-        CodeLookup q = lookup_4_bit_codes<DTYPE>(half ? _mm512_unpackhi_epi8(y.even, y.odd) : _mm512_unpacklo_epi8(y.even, y.odd));
+        LowAndHighBytes p = low_and_high_bf16_bytes_of_4_bit_codes<DTYPE>(half ? _mm512_unpackhi_epi8(x.even, x.odd) : _mm512_unpacklo_epi8(x.even, x.odd));
+        LowAndHighBytes q = low_and_high_bf16_bytes_of_4_bit_codes<DTYPE>(half ? _mm512_unpackhi_epi8(y.even, y.odd) : _mm512_unpacklo_epi8(y.even, y.odd));
         __m512i v = _mm512_unpacklo_epi8(p.low, p.high), w = _mm512_unpacklo_epi8(q.low, q.high);
         store_inside_row(_mm512_unpacklo_epi16(v, w), out, c, columns);
         store_inside_row(_mm512_unpackhi_epi16(v, w), out, c + 16, columns);

@@ -19,7 +19,7 @@ from ...host.attention_launches import (
     min_split_key_blocks,
     output_and_workspace_args,
     split_and_combine_launches,
-    split_pass_args,
+    split_pass_args_without_q_and_kv,
 )
 from ...host.bind import (
     BYTES,
@@ -140,13 +140,13 @@ def configure(f: SimpleNamespace) -> Config:
         | tensor_args(SINKS="sinks", V_SCALE="v_scale_t")
         | {"v_scale": f.v_scale, "cfg": cfg}
     )
-    split = both | split_pass_args(f) | _stride_args(f) | rotation_args(f) | (caches or tensor_args(WORDS, K="k_cache",
-                                                                                                    V="v_cache")) | {
+    split = (both | split_pass_args_without_q_and_kv(f) | _stride_args(f) | rotation_args(f)
+             | (caches or tensor_args(WORDS, K="k_cache", V="v_cache")) | {
         **tensor_args(BYTES if cfg.Q_AS_BYTES else "", Q="q"),
         **tensor_args(BYTES if cfg.E4M3_BY_HAND else "", K_SCALES="k_scale_cache", V_SCALES="v_scale_cache"),
         **tensor_args(K_SCALE="k_scale_t"), **mask_args(f), "k_scale": f.k_scale, "softcap": f.softcap, "max_splits": 0,
         **list_args,
-    }  # fmt: skip
+    })  # fmt: skip
     first = KernelLaunch(decode_kernel, (num_programs,), split, **options)
     combine = both | {"MAX_LOGITS": None}
     if cfg.SPLIT_BLOCKS:

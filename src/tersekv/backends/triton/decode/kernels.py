@@ -13,15 +13,15 @@ from ..parts.tile_scheduler import (
     METADATA_FIELDS,
     blocks_per_split,
     blocks_to_next_split,
-    find_program_block_range,
-    find_request_of_block,
+    find_program_block_range_and_blocks_per_range,
+    find_request_and_base_of_block,
     first_work_tile_index,
     load_request_shape,
     split_metadata_ptr,
     store_empty_output_of_padding_rows,
     token_and_head_of_q_rows,
 )  # fmt: skip
-from .mainloop import load_query_tiles, mainloop, unrotate_acc
+from .mainloop import load_transposed_query_tiles_and_q_scale, mainloop, unrotate_acc
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def decode_kernel(
             stride_lse_t, stride_lse_h, cfg,
         )  # fmt: skip
     # Tile scheduler: range of key blocks of this program
-    block, block_end, blocks_per_range = find_program_block_range(
+    block, block_end, blocks_per_range = find_program_block_range_and_blocks_per_range(
         SEQ_LENS, CU_SEQLENS_Q, B, i_program // cfg.HEADS, num_programs // cfg.HEADS, cfg
     )
     h = i_program % cfg.HEADS
@@ -69,7 +69,7 @@ def decode_kernel(
         stride_list_n,
     )  # fmt: skip
     if block < block_end:
-        i_request, n_block_base = find_request_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg)
+        i_request, n_block_base = find_request_and_base_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg)
         score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E
         request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
         if cfg.SPLIT_BLOCKS > 0:
@@ -90,7 +90,7 @@ def decode_kernel(
             # Load Q
             tokens, heads, m_row = token_and_head_of_q_rows(m_block, h, request.q_begin, request.num_q_rows, cfg)
             scale = score_scale * load_scale(k_scale, K_SCALE, h * cfg.K_SCALE_STRIDE, cfg.HAS_K_SCALE)
-            q, q_scale = load_query_tiles(
+            q, q_scale = load_transposed_query_tiles_and_q_scale(
                 Q, tokens, heads, m_row, stride_q_t, stride_q_h, (K_SIGNS, K_CHANNEL_SCALES, stride_k_channel_scales_h),
                 h, cfg,
             )  # fmt: skip

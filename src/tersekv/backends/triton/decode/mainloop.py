@@ -40,7 +40,9 @@ def unrotate_acc(acc_o, rotation, h, cfg: tl.constexpr):
 
 
 @triton.jit
-def load_query_tiles(Q, tokens, heads, m_row, stride_q_t, stride_q_h, rotation, h, cfg: tl.constexpr):
+def load_transposed_query_tiles_and_q_scale(
+    Q, tokens, heads, m_row, stride_q_t, stride_q_h, rotation, h, cfg: tl.constexpr
+):
     """Loads query rows, transposed to PACK tiles [BLOCK_D, BLOCK_M] in the compute type, and the scale of their scores
     [BLOCK_M].
 
@@ -111,10 +113,11 @@ def kv_row_offsets(
 
 
 @triton.jit
-def load_kv_block(X, page_ids, n_block, m_n, stride_page, stride_slot, stride_head, h, BLOCK: tl.constexpr,
-                  PACKED_DIM: tl.constexpr, ROWS_PER_PAGE: tl.constexpr, ROWS_PER_HEAD: tl.constexpr,
+def load_kv_block(X, page_ids, n_block, m_n, stride_page, stride_slot, stride_head, h, PACKED_COLUMNS_PAD: tl.constexpr,
+                  PACKED_COLUMNS: tl.constexpr, ROWS_PER_PAGE: tl.constexpr, ROWS_PER_HEAD: tl.constexpr,
                   STRIDE_UNIT: tl.constexpr, MASKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
-    """Loads packed codes [BLOCK_N, BLOCK] of key block n_block: by tensor descriptor within one page, or by pointers.
+    """Loads packed codes [BLOCK_N, PACKED_COLUMNS_PAD] of key block n_block: by tensor descriptor within one page, or
+    by pointers.
 
     ROWS_PER_PAGE: rows of the descriptor per page. ROWS_PER_HEAD: rows per head (HND), or 0 where heads lie along the
     columns.
@@ -128,32 +131,36 @@ def load_kv_block(X, page_ids, n_block, m_n, stride_page, stride_slot, stride_he
                 [(page_ids * ROWS_PER_PAGE).to(tl.int32) + slot, (h * stride_head * STRIDE_UNIT).to(tl.int32)]
             )
     else:
-        o_d = tl.arange(0, BLOCK)
+        o_d = tl.arange(0, PACKED_COLUMNS_PAD)
         p_x = (
             X
             + kv_row_offsets(page_ids, n_block, h, stride_page, stride_slot, stride_head, STRIDE_UNIT, cfg)[:, None]
             + o_d[None, :]
         )
         if MASKED:
-            return tl.load(p_x, mask=m_n[:, None] & (o_d < PACKED_DIM)[None, :], other=0.0)
-        elif BLOCK == PACKED_DIM:
+            return tl.load(p_x, mask=m_n[:, None] & (o_d < PACKED_COLUMNS)[None, :], other=0.0)
+        elif PACKED_COLUMNS_PAD == PACKED_COLUMNS:
             return tl.load(p_x)
         else:
-            return tl.load(p_x, mask=(o_d < PACKED_DIM)[None, :], other=0.0)
+            return tl.load(p_x, mask=(o_d < PACKED_COLUMNS)[None, :], other=0.0)
 
 
 @triton.jit
-def load_stored_scales(XS, page_ids, n_block, m_n, stride_page, stride_slot, stride_head, h, BLOCK: tl.constexpr,
-                       PACKED_DIM: tl.constexpr, row_format: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
-    """Loads stored scales of key block n_block: fp32 [BLOCK_N] per token, or e4m3 [BLOCK_N, BLOCK // 4]."""
+def load_stored_scales(XS, page_ids, n_block, m_n, stride_page, stride_slot, stride_head, h,
+                       PACKED_COLUMNS_PAD: tl.constexpr, PACKED_COLUMNS: tl.constexpr, row_format: tl.constexpr,
+                       cfg: tl.constexpr):  # fmt: skip
+    """Loads stored scales of key block n_block: fp32 [BLOCK_N] per token, or e4m3 [BLOCK_N, PACKED_COLUMNS_PAD //
+    4]."""
     p_row = XS + kv_row_offsets(
         page_ids, n_block, h, stride_page, stride_slot, stride_head, row_format.SCALE_STRIDE_UNIT, cfg
     )
     if row_format.TOKEN_SCALES:
         return tl.load(p_row, mask=m_n, other=0.0)
     else:
-        o_b = tl.arange(0, BLOCK // 4)
-        return tl.load(p_row[:, None] + o_b[None, :], mask=m_n[:, None] & (o_b < PACKED_DIM // 4)[None, :], other=0.0)
+        o_b = tl.arange(0, PACKED_COLUMNS_PAD // 4)
+        return tl.load(
+            p_row[:, None] + o_b[None, :], mask=m_n[:, None] & (o_b < PACKED_COLUMNS // 4)[None, :], other=0.0
+        )
 
 
 @triton.jit
@@ -209,9 +216,9 @@ def is_visible(n_block, num_keys, num_q_rows, row_begin, q_begin, m_n, MASK, str
 
 
 @triton.jit
-def compute_scores(K, k_scales, MASK, q, scale, softcap, page_id, n_block, num_keys, num_q_rows, row_begin, q_begin, h,
-                   stride_k_p, stride_k_s, stride_k_h, stride_mask_t, I_UNROLL: tl.constexpr, MASKED: tl.constexpr,
-                   cfg: tl.constexpr):  # fmt: skip
+def compute_scores(K, k_scales, MASK, q, score_scale, softcap, page_id, n_block, num_keys, num_q_rows, row_begin,
+                   q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, I_UNROLL: tl.constexpr,
+                   MASKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
     """Returns scores [BLOCK_N, BLOCK_M] of n_block in units of log2. k_scales: stored, one entry per unrolled block."""
     K_FORMAT: tl.constexpr = cfg.K
     PACK: tl.constexpr = K_FORMAT.PACK
@@ -231,7 +238,7 @@ def compute_scores(K, k_scales, MASK, q, scale, softcap, page_id, n_block, num_k
         s = tl.dot(k[0], q[1], acc=s)
     if K_FORMAT.CODE == INT4:
         s -= int4_zero_points(k_scales[I_UNROLL]).to(tl.float32)[:, None] * q[PACK][None, :]
-    s *= scale[None, :]
+    s *= score_scale[None, :]
     if K_FORMAT.TOKEN_SCALES:
         s *= k_scales[I_UNROLL][:, None]
     if cfg.HAS_SOFTCAP:
@@ -306,13 +313,13 @@ def keys_visible_to_any_row(n_block, num_keys, num_q_rows, cfg: tl.constexpr):
 
 
 @triton.jit
-def compute_scores_unrolled(K, k_scales, v_scales, MASK, q, scale, softcap, page_ids, n_block, num_keys, num_q_rows,
-                            row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t,
+def compute_scores_unrolled(K, k_scales, v_scales, MASK, q, score_scale, softcap, page_ids, n_block, num_keys,
+                            num_q_rows, row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t,
                             UNROLL: tl.constexpr, MASKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
     """Returns scores of UNROLL key blocks, and reciprocals of the V scales (per-token formats; else empty)."""
     s, inv_v_scales = (), ()
     for j in tl.static_range(UNROLL):
-        x = compute_scores(K, k_scales, MASK, q, scale, softcap, page_ids[j], n_block + j, num_keys, num_q_rows,
+        x = compute_scores(K, k_scales, MASK, q, score_scale, softcap, page_ids[j], n_block + j, num_keys, num_q_rows,
                            row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, j, MASKED,
                            cfg)  # fmt: skip
         if cfg.TOKEN_SCALES:
@@ -365,7 +372,7 @@ def softmax_and_pv_step(V, prefetched_v, v_scales, s, inv_v_scales, row_max, row
 
 
 @triton.jit
-def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, scale, softcap, n_block_begin, n_block_end, num_keys,
+def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, score_scale, softcap, n_block_begin, n_block_end, num_keys,
              num_q_rows, row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h,
              stride_k_scales_p, stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s,
              stride_v_scales_h, stride_mask_t, cfg: tl.constexpr):  # fmt: skip
@@ -408,9 +415,10 @@ def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, scale, softcap, n_bl
         next_page_ids = load_page_ids_or_listed_keys_unrolled(
             key_source, n_block + cfg.UNROLL, num_keys, cfg.UNROLL, cfg
         )
-        s, inv_v_scales = compute_scores_unrolled(K, k_scales, v_scales, MASK, q, scale, softcap, page_ids, n_block,
-                                                  num_keys, num_q_rows, row_begin, q_begin, h, stride_k_p, stride_k_s,
-                                                  stride_k_h, stride_mask_t, cfg.UNROLL, LISTED, cfg)  # fmt: skip
+        s, inv_v_scales = compute_scores_unrolled(K, k_scales, v_scales, MASK, q, score_scale, softcap, page_ids,
+                                                  n_block, num_keys, num_q_rows, row_begin, q_begin, h, stride_k_p,
+                                                  stride_k_s, stride_k_h, stride_mask_t, cfg.UNROLL, LISTED,
+                                                  cfg)  # fmt: skip
         next_k_scales, next_v_scales = load_stored_kv_scales(
             K_SCALES, V_SCALES, next_page_ids, n_block + cfg.UNROLL, num_keys, h, stride_k_scales_p, stride_k_scales_s,
             stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, cfg.UNROLL, cfg,
@@ -440,8 +448,8 @@ def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, scale, softcap, n_bl
                 stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, 1, cfg,
             )  # fmt: skip
             s, inv_v_scales = compute_scores_unrolled(
-                K, k_scales_here, v_scales_here, MASK, q, scale, softcap, page_ids_here, n_block, num_keys, num_q_rows,
-                row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, 1, True, cfg,
+                K, k_scales_here, v_scales_here, MASK, q, score_scale, softcap, page_ids_here, n_block, num_keys,
+                num_q_rows, row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, 1, True, cfg,
             )  # fmt: skip
             row_max, row_sum, acc_o = softmax_and_pv_step(
                 V, (), v_scales_here, s, inv_v_scales, row_max, row_sum, acc_o, page_ids_here, n_block, num_keys,

@@ -30,7 +30,7 @@ from ...host.attention_launches import (
     min_split_key_blocks,
     output_and_workspace_args,
     split_and_combine_launches,
-    split_pass_args,
+    split_pass_args_without_q_and_kv,
 )
 from ...host.bind import (
     BYTES,
@@ -213,7 +213,7 @@ def configure_one_key_set(f: SimpleNamespace) -> Config:
         | tensor_args(SINKS="sinks", MAX_LOGITS="max_logits")
         | {"cfg": cfg}
     )
-    split = (both | query_and_kv_scale_args(f, BYTES if cfg.Q_AS_BYTES else "") | split_pass_args(f)
+    split = (both | query_and_kv_scale_args(f, BYTES if cfg.Q_AS_BYTES else "") | split_pass_args_without_q_and_kv(f)
              | _cache_stride_args(f) | {
         **tensor_args(WORDS, CKV="ckv", KPE="ckv" if cfg.TAIL else "kpe"), "CKV_MAP": None, "KPE_MAP": None,
         **_latent_host_descriptor_args(cache_matrices, cfg),

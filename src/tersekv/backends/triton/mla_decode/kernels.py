@@ -27,8 +27,8 @@ from ..parts.tile_scheduler import (
     METADATA_FIELDS,
     blocks_per_split,
     blocks_to_next_split,
-    find_program_block_range,
-    find_request_of_block,
+    find_program_block_range_and_blocks_per_range,
+    find_request_and_base_of_block,
     first_work_tile_index,
     load_request_shape,
     split_metadata_ptr,
@@ -44,25 +44,26 @@ MIN_SCALE = tl.constexpr(1e-30)  # of a token's V scale: its reciprocal is finit
 
 @triton.jit
 def load_packed_block(X, page_ids, n_block, num_keys, stride_page, stride_slot, STRIDE_UNIT: tl.constexpr,
-                      FIRST_PACKED_COLUMN: tl.constexpr, BLOCK: tl.constexpr, PACKED_DIM: tl.constexpr,
-                      MASKED: tl.constexpr,
+                      FIRST_PACKED_COLUMN: tl.constexpr, NUM_PACKED_COLUMNS: tl.constexpr,
+                      PACKED_COLUMNS_OF_ROW: tl.constexpr, MASKED: tl.constexpr,
                       cfg: tl.constexpr):  # fmt: skip
-    """Loads packed codes [BLOCK_N, BLOCK] from FIRST_PACKED_COLUMN on, by pointers; 0 outside where masked.
+    """Loads packed codes [BLOCK_N, NUM_PACKED_COLUMNS] from FIRST_PACKED_COLUMN on, by pointers; 0 outside where
+    masked.
 
     Strides are in STRIDE_UNITs.
     """
-    o_w = FIRST_PACKED_COLUMN + tl.arange(0, BLOCK)
+    o_w = FIRST_PACKED_COLUMN + tl.arange(0, NUM_PACKED_COLUMNS)
     p_x = X + (row_offsets(page_ids, n_block, stride_page, stride_slot, cfg) * STRIDE_UNIT)[:, None] + o_w[None, :]
     if MASKED:
         m_n = keys_in_range_or_visible(page_ids, n_block, num_keys, cfg)
-        if FIRST_PACKED_COLUMN + BLOCK <= PACKED_DIM:
+        if FIRST_PACKED_COLUMN + NUM_PACKED_COLUMNS <= PACKED_COLUMNS_OF_ROW:
             return tl.load(p_x, mask=m_n[:, None], other=0)
         else:
-            return tl.load(p_x, mask=m_n[:, None] & (o_w < PACKED_DIM)[None, :], other=0)
-    elif FIRST_PACKED_COLUMN + BLOCK <= PACKED_DIM:
+            return tl.load(p_x, mask=m_n[:, None] & (o_w < PACKED_COLUMNS_OF_ROW)[None, :], other=0)
+    elif FIRST_PACKED_COLUMN + NUM_PACKED_COLUMNS <= PACKED_COLUMNS_OF_ROW:
         return tl.load(p_x)
     else:
-        return tl.load(p_x, mask=(o_w < PACKED_DIM)[None, :], other=0)
+        return tl.load(p_x, mask=(o_w < PACKED_COLUMNS_OF_ROW)[None, :], other=0)
 
 
 @triton.jit
@@ -128,7 +129,7 @@ def load_latent_and_k_pe(
 
 
 @triton.jit
-def load_group_scales(SCALES, page_ids, n_block, num_keys, stride_scales_p, stride_scales_s, cfg: tl.constexpr):
+def load_group_scale_vectors(SCALES, page_ids, n_block, num_keys, stride_scales_p, stride_scales_s, cfg: tl.constexpr):
     """Loads group scales of n_block: CHUNKS vectors [BLOCK_N], 1 past the last key; empty for other formats."""
     CHUNKS: tl.constexpr = cfg.CHUNKS
     group_scales = ()
@@ -150,13 +151,14 @@ def load_group_scales(SCALES, page_ids, n_block, num_keys, stride_scales_p, stri
 
 
 @triton.jit
-def load_query_chunk(p_row, m_row, FIRST_PACKED_COLUMN: tl.constexpr, BLOCK: tl.constexpr, PACKED_DIM: tl.constexpr,
-                     PACK: tl.constexpr, I_VALUE_IN_PACKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
-    """Loads columns PACK * (FIRST_PACKED_COLUMN + i) + I_VALUE_IN_PACKED of the query rows, transposed: fp32 [BLOCK,
-    BLOCK_M]."""
-    o_w = FIRST_PACKED_COLUMN + tl.arange(0, BLOCK)
+def load_transposed_query_chunk(p_row, m_row, FIRST_PACKED_COLUMN: tl.constexpr, NUM_PACKED_COLUMNS: tl.constexpr,
+                     PACKED_COLUMNS_OF_ROW: tl.constexpr, PACK: tl.constexpr, I_VALUE_IN_PACKED: tl.constexpr,
+                     cfg: tl.constexpr):  # fmt: skip
+    """Loads columns PACK * (FIRST_PACKED_COLUMN + i) + I_VALUE_IN_PACKED of the query rows, transposed: fp32
+    [NUM_PACKED_COLUMNS, BLOCK_M]."""
+    o_w = FIRST_PACKED_COLUMN + tl.arange(0, NUM_PACKED_COLUMNS)
     p_q = p_row[None, :] + (PACK * o_w + I_VALUE_IN_PACKED)[:, None]
-    x = tl.load(p_q, mask=(o_w < PACKED_DIM)[:, None] & m_row[None, :], other=0.0)
+    x = tl.load(p_q, mask=(o_w < PACKED_COLUMNS_OF_ROW)[:, None] & m_row[None, :], other=0.0)
     if cfg.Q_AS_BYTES:
         x = e4m3_bytes_to_fp16(x)
     return x.to(tl.float32)
@@ -171,10 +173,10 @@ def query_abs_max(p_nope, p_pe, m_row, cfg: tl.constexpr):
     abs_max = tl.full([cfg.BLOCK_M], 0.0, tl.float32)
     for i in tl.static_range(CHUNKS):
         for j in tl.static_range(PACK):
-            x = load_query_chunk(p_nope, m_row, i * cfg.CHUNK, cfg.CHUNK, cfg.PACKED_V, PACK, j, cfg)
+            x = load_transposed_query_chunk(p_nope, m_row, i * cfg.CHUNK, cfg.CHUNK, cfg.PACKED_V, PACK, j, cfg)
             abs_max = tl.maximum(abs_max, tl.max(tl.abs(x), 0))
     for j in tl.static_range(PACK_PE if cfg.PACKED_PE > 0 else 0):
-        x = load_query_chunk(p_pe, m_row, 0, cfg.BLOCK_PE, cfg.PACKED_PE, PACK_PE, j, cfg)
+        x = load_transposed_query_chunk(p_pe, m_row, 0, cfg.BLOCK_PE, cfg.PACKED_PE, PACK_PE, j, cfg)
         abs_max = tl.maximum(abs_max, tl.max(tl.abs(x), 0))
     return abs_max
 
@@ -192,8 +194,8 @@ def to_query_operands(x, BF16: tl.constexpr, TWO_TERM_Q: tl.constexpr):
 
 
 @triton.jit
-def load_query_tiles(
-    Q_NOPE, Q_PE, tokens, heads, m_row, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h,
+def load_transposed_query_tiles_and_q_scale(
+    Q_NOPE, Q_PE, tokens, heads, row_mask, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """Loads (CHUNKS * PACK tiles of q_nope [CHUNK, BLOCK_M], tiles of q_pe, the scale of the scores [BLOCK_M]).
@@ -210,7 +212,7 @@ def load_query_tiles(
     q_scale = tl.full([cfg.BLOCK_M], 1.0, tl.float32)
     inv_q_scale = q_scale
     if cfg.Q_SCALED:
-        abs_max = query_abs_max(p_nope, p_pe, m_row, cfg)
+        abs_max = query_abs_max(p_nope, p_pe, row_mask, cfg)
         exponent = tl.maximum((abs_max.to(tl.int32, bitcast=True) >> 23) & 0xFF, 1)
         inv_q_scale = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
         q_scale = (exponent << 23).to(tl.float32, bitcast=True)
@@ -218,12 +220,15 @@ def load_query_tiles(
     for i in tl.static_range(CHUNKS):
         for j in tl.static_range(PACK):
             x = (
-                load_query_chunk(p_nope, m_row, i * cfg.CHUNK, cfg.CHUNK, cfg.PACKED_V, PACK, j, cfg)
+                load_transposed_query_chunk(p_nope, row_mask, i * cfg.CHUNK, cfg.CHUNK, cfg.PACKED_V, PACK, j, cfg)
                 * inv_q_scale[None, :]
             )
             nope_tiles = nope_tiles + to_query_operands(x, cfg.BF16, cfg.TWO_TERM_Q)
     for j in tl.static_range(PACK_PE if cfg.PACKED_PE > 0 else 0):
-        x = load_query_chunk(p_pe, m_row, 0, cfg.BLOCK_PE, cfg.PACKED_PE, PACK_PE, j, cfg) * inv_q_scale[None, :]
+        x = (
+            load_transposed_query_chunk(p_pe, row_mask, 0, cfg.BLOCK_PE, cfg.PACKED_PE, PACK_PE, j, cfg)
+            * inv_q_scale[None, :]
+        )
         pe_tiles = pe_tiles + to_query_operands(x, cfg.BF16_PE, cfg.TWO_TERM_Q_PE)
     return nope_tiles, pe_tiles, q_scale
 
@@ -251,7 +256,7 @@ def accumulate_qk_of_key_tile(
 
 
 @triton.jit
-def compute_scores_and_packed_latents(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, scale, CKV, KPE, CKV_MAP,
+def compute_scores_and_packed_latents(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, score_scale, CKV, KPE, CKV_MAP,
     KPE_MAP, page_ids,
                    n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, PREFETCHED: tl.constexpr,
                    MASKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
@@ -292,7 +297,7 @@ def compute_scores_and_packed_latents(prefetched_ckv, k_pe, group_scales, q_nope
             )
         else:
             s = accumulate_qk_of_key_tile(s, packed_chunk, q_nope, i * cfg.PACK, cfg.PACK, cfg.TWO_TERM_Q, True, cfg)
-    return s * scale[None, :], packed, tail
+    return s * score_scale[None, :], packed, tail
 
 
 @triton.jit
@@ -391,8 +396,8 @@ def softmax_and_pv_step(
 
 
 @triton.jit
-def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, scale, n_block_begin, n_block_end, num_keys,
-             num_q_rows, row_begin, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, stride_scales_p,
+def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, score_scale, n_block_begin, n_block_end,
+             num_keys, num_q_rows, row_begin, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, stride_scales_p,
              stride_scales_s, cfg: tl.constexpr):  # fmt: skip
     """Returns (row_max, row_sum, CHUNKS * PACK tiles acc_o [CHUNK, BLOCK_M]) over [n_block_begin, n_block_end)."""
     NUM_ACC_TILES: tl.constexpr = cfg.CHUNKS * cfg.PACK
@@ -416,7 +421,9 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, scale
     # Page ids are loaded one iteration ahead, and stored scales in the middle of the iteration before, so that no
     # load waits for its own address. The depth of the pipeline is the launch's num_stages; see `mainloop` of decode.
     page_ids = load_page_ids_or_listed_keys(key_source, n_block_begin, num_keys, cfg)
-    group_scales = load_group_scales(SCALES, page_ids, n_block_begin, num_keys, stride_scales_p, stride_scales_s, cfg)
+    group_scales = load_group_scale_vectors(
+        SCALES, page_ids, n_block_begin, num_keys, stride_scales_p, stride_scales_s, cfg
+    )
     prefetched_ckv, k_pe = (), ()
     if cfg.REGISTER_PREFETCH:
         prefetched_ckv, k_pe = load_latent_and_k_pe(
@@ -426,14 +433,14 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, scale
     for n_block in tl.range(n_block_begin, unmasked_end):
         next_page_ids = load_page_ids_or_listed_keys(key_source, n_block + 1, num_keys, cfg)
         s, packed, tail = compute_scores_and_packed_latents(
-            prefetched_ckv, k_pe, group_scales, q_nope, q_pe, scale, CKV,
+            prefetched_ckv, k_pe, group_scales, q_nope, q_pe, score_scale, CKV,
         KPE, CKV_MAP, KPE_MAP, page_ids, n_block,
             num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, cfg.REGISTER_PREFETCH,
             cfg.LIST.LENGTH >= 0, cfg,
         )  # fmt: skip
         if cfg.LIST.LENGTH >= 0:
             s = apply_mask(s, page_ids, n_block, num_keys, num_q_rows, row_begin, cfg)
-        next_group_scales = load_group_scales(
+        next_group_scales = load_group_scale_vectors(
             SCALES, next_page_ids, n_block + 1, num_keys, stride_scales_p, stride_scales_s, cfg
         )
         if cfg.REGISTER_PREFETCH:
@@ -450,11 +457,11 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, scale
     if cfg.LIST.LENGTH < 0:
         for n_block in tl.range(unmasked_end, n_block_end, num_stages=1):
             page_ids_here = load_page_ids_or_listed_keys(key_source, n_block, num_keys, cfg)
-            group_scales_here = load_group_scales(
+            group_scales_here = load_group_scale_vectors(
                 SCALES, page_ids_here, n_block, num_keys, stride_scales_p, stride_scales_s, cfg
             )
             s, packed, tail = compute_scores_and_packed_latents(
-                (), (), group_scales_here, q_nope, q_pe, scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids_here,
+                (), (), group_scales_here, q_nope, q_pe, score_scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids_here,
                 n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, False, True, cfg,
             )  # fmt: skip
             s = apply_mask(s, page_ids_here, n_block, num_keys, num_q_rows, row_begin, cfg)
@@ -534,7 +541,7 @@ def mla_decode_kernel(
             stride_lse_t, stride_lse_h, cfg,
         )  # fmt: skip
     # Tile scheduler: range of key blocks of this program
-    block, block_end, blocks_per_range = find_program_block_range(
+    block, block_end, blocks_per_range = find_program_block_range_and_blocks_per_range(
         SEQ_LENS, CU_SEQLENS_Q, B, i_program // cfg.HEADS, num_programs // cfg.HEADS, cfg
     )
     h = i_program % cfg.HEADS
@@ -543,7 +550,7 @@ def mla_decode_kernel(
         stride_list_n,
     )  # fmt: skip
     if block < block_end:
-        i_request, n_block_base = find_request_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg)
+        i_request, n_block_base = find_request_and_base_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg)
         kv_scale_value = load_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE)
         score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E * kv_scale_value
         value_scale = kv_scale_value * load_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
@@ -565,7 +572,7 @@ def mla_decode_kernel(
             )
             # Load Q
             tokens, heads, m_row = token_and_head_of_q_rows(m_block, h, request.q_begin, request.num_q_rows, cfg)
-            q_nope, q_pe, q_scale = load_query_tiles(
+            q_nope, q_pe, q_scale = load_transposed_query_tiles_and_q_scale(
                 Q_NOPE, Q_PE, tokens, heads, m_row, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h, cfg
             )
             # Main loop

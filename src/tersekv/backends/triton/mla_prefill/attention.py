@@ -35,17 +35,17 @@ _L2_BYTES = 24 << 20  # of keys and values that concurrent programs read
 
 @triton.jit
 def load_kv_block(
-    SRC, row, num_rows, o_column, stride, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    USE_TMA: tl.constexpr,
+    SRC, first_row, num_rows, first_column, stride, COLUMNS: tl.constexpr, COLUMNS_PAD: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
-    """Loads [BLOCK, WIDTH_PAD] at (row, o_column); 0 outside `num_rows` rows or WIDTH columns."""
+    """Loads [BLOCK_ROWS, COLUMNS_PAD] at (first_row, first_column); 0 outside `num_rows` rows or COLUMNS columns."""
     if USE_TMA:
-        return SRC.load([row, o_column])
+        return SRC.load([first_row, first_column])
     else:
-        o_r = row + tl.arange(0, BLOCK)
-        o_c = tl.arange(0, WIDTH_PAD)
-        m_load = (o_r < num_rows)[:, None] & (o_c < WIDTH)[None, :]
-        return tl.load(SRC + o_r.to(tl.int64)[:, None] * stride + o_column + o_c[None, :], mask=m_load, other=0.0)
+        o_r = first_row + tl.arange(0, BLOCK_ROWS)
+        o_c = tl.arange(0, COLUMNS_PAD)
+        m_load = (o_r < num_rows)[:, None] & (o_c < COLUMNS)[None, :]
+        return tl.load(SRC + o_r.to(tl.int64)[:, None] * stride + first_column + o_c[None, :], mask=m_load, other=0.0)
 
 
 @triton.jit

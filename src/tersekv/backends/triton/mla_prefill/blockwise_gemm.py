@@ -28,49 +28,50 @@ GROUP = tl.constexpr(LATENT_GROUP)
 
 @triton.jit
 def load_operand_tile(
-    SRC, row, num_rows, k, L: tl.constexpr, stride, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr
-):
-    """Loads [BLOCK, BLOCK_K] at (row, k); 0 outside."""
+    SRC, first_row, num_rows, first_column, COLUMNS: tl.constexpr, stride, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, USE_TMA: tl.constexpr,
+):  # fmt: skip
+    """Loads [BLOCK_ROWS, BLOCK_COLUMNS] at (first_row, first_column); 0 outside."""
     if USE_TMA:
-        return SRC.load([row, k])
+        return SRC.load([first_row, first_column])
     else:
-        o_r = row + tl.arange(0, BLOCK)
-        o_k = k + tl.arange(0, BLOCK_K)
+        o_r = first_row + tl.arange(0, BLOCK_ROWS)
+        o_k = first_column + tl.arange(0, BLOCK_COLUMNS)
         p = SRC + o_r.to(tl.int64)[:, None] * stride + o_k[None, :]
-        if L % BLOCK_K == 0:
+        if COLUMNS % BLOCK_COLUMNS == 0:
             return tl.load(p, mask=(o_r < num_rows)[:, None], other=0.0)
         else:
-            return tl.load(p, mask=(o_r < num_rows)[:, None] & (o_k < L)[None, :], other=0.0)
+            return tl.load(p, mask=(o_r < num_rows)[:, None] & (o_k < COLUMNS)[None, :], other=0.0)
 
 
 @triton.jit
-def load_weight_scale(W_SCALE, column, N, k_block, stride_ws, BLOCK_N: tl.constexpr):
+def load_weight_scale(W_SCALE, first_weight_row, N, k_block, stride_ws, BLOCK_N: tl.constexpr):
     """Loads scales of BLOCK_N weight rows for one block of 128 columns: a scalar if they lie in one block."""
     if BLOCK_N <= GROUP:
-        return tl.load(W_SCALE + (column // GROUP).to(tl.int64) * stride_ws + k_block)
+        return tl.load(W_SCALE + (first_weight_row // GROUP).to(tl.int64) * stride_ws + k_block)
     else:
-        o_n = column + tl.arange(0, BLOCK_N)
+        o_n = first_weight_row + tl.arange(0, BLOCK_N)
         p_scale = W_SCALE + (o_n // GROUP).to(tl.int64) * stride_ws + k_block
         return tl.load(p_scale, mask=o_n < N, other=0.0)[None, :]
 
 
 @triton.jit
-def load_latent_scales(A_SCALE, row, num_rows, k_block, stride_as, BLOCK_M: tl.constexpr):
+def load_latent_scales(A_SCALE, first_row, num_rows, k_block, stride_as, BLOCK_M: tl.constexpr):
     """Loads scales of BLOCK_M latents for one block of 128 columns, [BLOCK_M, 1]."""
-    o_m = row + tl.arange(0, BLOCK_M)
+    o_m = first_row + tl.arange(0, BLOCK_M)
     return tl.load(A_SCALE + tl.cast(k_block, tl.int64) * stride_as + o_m, mask=o_m < num_rows, other=0.0)[:, None]
 
 
 @triton.jit
 def store_output_tile(
-    OUT, acc, row, num_rows, column, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr
+    OUT, acc, first_row, num_rows, first_column, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr
 ):
     """Stores an output tile [BLOCK_M, BLOCK_N] in the type of KV."""
     if USE_TMA:
-        OUT.store([row, column], acc.to(OUT.dtype))
+        OUT.store([first_row, first_column], acc.to(OUT.dtype))
     else:
-        o_m = row + tl.arange(0, BLOCK_M)
-        o_n = column + tl.arange(0, BLOCK_N)
+        o_m = first_row + tl.arange(0, BLOCK_M)
+        o_n = first_column + tl.arange(0, BLOCK_N)
         p = OUT + o_m.to(tl.int64)[:, None] * N + o_n[None, :]
         tl.store(p, acc.to(OUT.dtype.element_ty), mask=(o_m < num_rows)[:, None] & (o_n < N)[None, :])
 

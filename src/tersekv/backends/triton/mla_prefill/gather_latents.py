@@ -17,7 +17,7 @@ from tersekv.formats import LATENT_GROUP
 
 from ...host.bind import BYTES, KernelLaunch, TensorArg, tensor_args
 from ..parts.dequant import e4m3_bytes_to_fp16
-from ..parts.latent_rows import find_request_of_row, k_pe_storage_kind, latent_cache_args, lookup_page_slot
+from ..parts.latent_rows import find_request_of_row, k_pe_storage_kind, latent_cache_args, lookup_page_slot_and_validity
 from ..parts.quant import E4M3_MAX, FP32_MAX, MAX_LATENT_AMAX, divide_rn, encode_fp8, reciprocal_rn, row_abs_max
 
 GROUP = tl.constexpr(LATENT_GROUP)
@@ -55,7 +55,7 @@ def load_dequantized_latent(
 
 
 @triton.jit
-def quantize_latent_groups(latent, L_PAD: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
+def quantize_latent_codes_and_group_scales(latent, L_PAD: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
     """Returns (codes [L_PAD], scales [L_PAD / 128]) of a latent row; NaN becomes 0x7F and does not affect the scale."""
     latent = tl.reshape(latent, [L_PAD // GROUP, GROUP])
     scale = divide_rn(tl.minimum(row_abs_max(latent), MAX_LATENT_AMAX), E4M3_MAX)
@@ -81,7 +81,7 @@ def gather_latents_kernel(
     valid = (b < B) & (i_row >= first_row)
     i_request = tl.where(valid, b, 0)
     position = tl.load(CACHE_OFFSETS + i_request, mask=valid, other=0).to(tl.int64) + i_row - first_row
-    page, page_slot, valid = lookup_page_slot(
+    page, page_slot, valid = lookup_page_slot_and_validity(
         PAGE_TABLE, i_request, position, valid, max_pages, num_pages, PAGE, stride_table
     )
     if KV_SCALE is not None:
@@ -97,7 +97,7 @@ def gather_latents_kernel(
         NATIVE_FP8_CAST,
     )  # fmt: skip
     if SCALES_OUT is not None:
-        codes, scale = quantize_latent_groups(latent, L_PAD, NATIVE_FP8_CAST)
+        codes, scale = quantize_latent_codes_and_group_scales(latent, L_PAD, NATIVE_FP8_CAST)
         o_g = tl.arange(0, L_PAD // GROUP)
         tl.store(SCALES_OUT + o_g.to(tl.int64) * stride_scales_out + i_row, scale, mask=o_g < L // GROUP)
         tl.store(CODES_OUT + i_row * L + o_l, codes, mask=o_l < L)

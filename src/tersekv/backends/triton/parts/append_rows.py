@@ -16,14 +16,14 @@ from .token_rows import (
     interleave_pairs,
     load_code_rows,
     load_cos_sin,
-    load_quant_scales,
+    load_quant_and_global_scale,
     load_rope_nope_rows,
     load_rope_position,
     load_rows,
     load_slot_or_request_and_position,
     pdl_launch_or_order_loads,
     pdl_wait_and_launch,
-    resolve_page_slot,
+    resolve_page_slot_and_write_mask,
     row_offsets,
     store_rows,
     token_and_head_of_rows,
@@ -52,7 +52,7 @@ def quantize_and_append_rows(
     i_block, num_tokens, p_x, strides, p_codes, strides_codes, p_scales, strides_scales, p_scale, scale, slot_args,
     rope_args,
     H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
-    SCALE_PER_HEAD: tl.constexpr, SCALE_QUANTIZES: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr,
+    SCALE_PER_HEAD: tl.constexpr, SCALE_T_MULTIPLIES: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, PACKED_READ_MODE: tl.constexpr,
     USE_PTX: tl.constexpr, USE_PDL: tl.constexpr, PDL_LAUNCH_LATE: tl.constexpr, rotation,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def quantize_and_append_rows(
         position = load_rope_position(token, rope_args)
     pdl_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, False)
     # Where each row goes; m_write: whether it is stored
-    page, page_slot, m_write = resolve_page_slot(token_slot, slot_args, PAGE)
+    page, page_slot, m_write = resolve_page_slot_and_write_mask(token_slot, slot_args, PAGE)
     m_write = m_write[:, None]
     if rope_args[0] is not None:
         _, has_position = cos_sin_row_ptr_and_mask(position, rope_args)
@@ -88,7 +88,7 @@ def quantize_and_append_rows(
         return
     # Rotation and channel scales; then the scale of the tensor or head, codes and their stored scales
     x = divide_by_channel_scales_and_rotate(x, rotation, head, D)
-    quant_scale, global_scale = load_quant_scales(p_scale, scale, head, SCALE_PER_HEAD, SCALE_QUANTIZES)
+    quant_scale, global_scale = load_quant_and_global_scale(p_scale, scale, head, SCALE_PER_HEAD, SCALE_T_MULTIPLIES)
     FP16: tl.constexpr = p_x.dtype.element_ty == tl.float16
     if PACKED_READ_MODE and FORMAT.CODE == "int4":
         quantize_and_store_int4_pairs(x, p_codes, p_scales, o_codes, o_scales, m_write, D, FP16, FORMAT.WIDEN)
@@ -108,7 +108,7 @@ def quantize_and_append_rows(
 def rope_and_cast_queries(
     i_block, num_tokens, p_x, strides, p_out, strides_out, p_scale, scale, slot_args, rope_args,
     H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr, QUERY_KIND: tl.constexpr, ZERO_PADDING: tl.constexpr, SCALE_QUANTIZES: tl.constexpr,
+    INTERLEAVED: tl.constexpr, QUERY_KIND: tl.constexpr, ZERO_PADDING: tl.constexpr, SCALE_T_MULTIPLIES: tl.constexpr,
     NATIVE_FP8_CAST: tl.constexpr, STRIDE_UNIT: tl.constexpr, USE_PDL: tl.constexpr, PDL_LAUNCH_LATE: tl.constexpr,
     ORDER_LOADS: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +139,7 @@ def rope_and_cast_queries(
         x, y = apply_rope(x, y, cos, sin)
     if ZERO_PADDING:
         valid = valid & (token_slot >= 0)[:, None]  # negative: the caller skips the token
-    quant_scale, _ = load_quant_scales(p_scale, scale, head, False, SCALE_QUANTIZES)
+    quant_scale, _ = load_quant_and_global_scale(p_scale, scale, head, False, SCALE_T_MULTIPLIES)
     x = saturating_cast(tl.where(valid, x * quant_scale, 0.0), p_out.dtype.element_ty, QUERY_KIND, NATIVE_FP8_CAST)
     y = saturating_cast(tl.where(valid, y * quant_scale, 0.0), p_out.dtype.element_ty, QUERY_KIND, NATIVE_FP8_CAST)
     m_unique = unique_rows_mask(i_block, num_tokens, H, ROWS)
@@ -157,7 +157,7 @@ def rope_quantize_and_append_keys(
     i_block, num_tokens, p_rope, strides_rope, p_nope, strides_nope, p_codes, strides_codes, p_scales, strides_scales,
     p_scale, scale, slot_args, rope_args,
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, SCALE_PER_HEAD: tl.constexpr, SCALE_QUANTIZES: tl.constexpr,
+    INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, SCALE_PER_HEAD: tl.constexpr, SCALE_T_MULTIPLIES: tl.constexpr,
     NATIVE_FP8_CAST: tl.constexpr, STRIDE_UNIT: tl.constexpr, SPLIT_HALVES: tl.constexpr, USE_PDL: tl.constexpr,
     PDL_LAUNCH_LATE: tl.constexpr,
     ORDER_LOADS: tl.constexpr, rotation,
@@ -187,8 +187,8 @@ def rope_quantize_and_append_keys(
     else:
         x = apply_rope_to_rows(x, p_rope, o_rope, p_cos_sin_row, has_position, R, D_PAD, INTERLEAVED)
         x = divide_by_channel_scales_and_rotate(x, rotation, head, D)
-    page, page_slot, m_write = resolve_page_slot(token_slot, slot_args, PAGE)
-    quant_scale, global_scale = load_quant_scales(p_scale, scale, head, SCALE_PER_HEAD, SCALE_QUANTIZES)
+    page, page_slot, m_write = resolve_page_slot_and_write_mask(token_slot, slot_args, PAGE)
+    quant_scale, global_scale = load_quant_and_global_scale(p_scale, scale, head, SCALE_PER_HEAD, SCALE_T_MULTIPLIES)
     o_codes = cache_row_offsets(page, page_slot, head, strides_codes, STRIDE_UNIT)
     o_scales = cache_row_offsets(page, page_slot, head, strides_scales, 1)
     m_write = m_write[:, None] & has_position

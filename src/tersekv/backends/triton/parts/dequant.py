@@ -188,11 +188,11 @@ def nibbles_to_fp16(nibble, cfg: tl.constexpr):
 
 
 @triton.jit
-def dequant_packed(packed, cfg: tl.constexpr, operand=None):
+def dequant_packed(packed, cfg: tl.constexpr, block_scales_or_zero_points=None):
     """Returns PACK fp16 tiles of packed codes [N, W]; of 16 bits the tile itself.
 
-    operand: e2m1: block scales by word (`expand_block_scales`), which multiply codes; int4: None, or zero points
-    (int16, broadcast against the words), which are subtracted.
+    block_scales_or_zero_points: e2m1: block scales by word (`expand_block_scales`), which multiply codes; int4: None,
+    or zero points (int16, broadcast against the words), which are subtracted.
     Tiles are values × their `power_of_2_of_dequant_tile`.
     """
     # NOTE: result types are written out: Triton 3.9 accepts no named tuple of types.
@@ -208,13 +208,13 @@ def dequant_packed(packed, cfg: tl.constexpr, operand=None):
         elif cfg.CODE == INT8:
             return tl.inline_asm_elementwise(INT8_PTX, "=&r,=&r,r", [packed], (tl.float16, tl.float16), True, 2)
         elif cfg.CODE == INT4:
-            if operand is None:
+            if block_scales_or_zero_points is None:
                 return tl.inline_asm_elementwise(
                     INT4_PTX, "=&r,=&r,=&r,=&r,r", [packed], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
                 )
             else:
-                zero_low, packed = tl.broadcast(operand, packed)
-                zero_high, packed = tl.broadcast(operand << 4, packed)
+                zero_low, packed = tl.broadcast(block_scales_or_zero_points, packed)
+                zero_high, packed = tl.broadcast(block_scales_or_zero_points << 4, packed)
                 return tl.inline_asm_elementwise(
                     INT4_LESS_ZERO_PTX,
                     "=&r,=&r,=&r,=&r,r,r,r",
@@ -228,7 +228,7 @@ def dequant_packed(packed, cfg: tl.constexpr, operand=None):
             return tl.inline_asm_elementwise(
                 E2M1_PTX,
                 "=&r,=&r,=&r,=&r,r,r",
-                [packed, operand],
+                [packed, block_scales_or_zero_points],
                 (tl.float16, tl.float16, tl.float16, tl.float16),
                 True,
                 2,
@@ -242,9 +242,9 @@ def dequant_packed(packed, cfg: tl.constexpr, operand=None):
             for j in tl.static_range(4):
                 x = nibbles_to_fp16((codes >> (4 * j)) & 15, cfg)
                 if cfg.CODE == E2M1:
-                    x = x * operand
-                elif operand is not None:
-                    x = x - operand.to(tl.float16)
+                    x = x * block_scales_or_zero_points
+                elif block_scales_or_zero_points is not None:
+                    x = x - block_scales_or_zero_points.to(tl.float16)
                 out = out + (x,)
             return out
 

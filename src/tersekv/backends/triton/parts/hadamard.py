@@ -84,11 +84,11 @@ def divide_by_channel_scales_and_rotate(x, rotation, head, D: tl.constexpr):
 
 @triton.jit
 def load_channel_scales(
-    p_channel_scales, stride_channel_scales, h, I_PACKED: tl.constexpr, PACK: tl.constexpr, PACKED_DIM: tl.constexpr,
-    D: tl.constexpr,
+    p_channel_scales, stride_channel_scales, h, I_PACKED: tl.constexpr, PACK: tl.constexpr,
+    PACKED_COLUMNS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Loads channel scales [1, PACKED_DIM] of the columns PACK * i + j of KV head h."""
-    c = (PACK * tl.arange(0, PACKED_DIM) + I_PACKED)[None, :]
+    """Loads channel scales [1, PACKED_COLUMNS] of the columns PACK * i + j of KV head h."""
+    c = (PACK * tl.arange(0, PACKED_COLUMNS) + I_PACKED)[None, :]
     return tl.load(p_channel_scales + h.to(tl.int64) * stride_channel_scales + c, mask=c < D, other=1.0)
 
 
@@ -96,15 +96,18 @@ def load_channel_scales(
 def scale_and_rotate_query(tiles, rotation, h, PACK: tl.constexpr, D: tl.constexpr):
     """Returns query rows of KV head h, fp32, PACK tiles [ROWS, C], rotated to match scaled and rotated keys."""
     p_signs, p_channel_scales, stride_channel_scales = rotation
-    PACKED_DIM: tl.constexpr = tiles[0].shape[1]
+    PACKED_COLUMNS: tl.constexpr = tiles[0].shape[1]
     HADAMARD_SIZE: tl.constexpr = D & -D
     out = ()
     for j in tl.static_range(PACK):
         x = tiles[j]
         if p_channel_scales is not None:
-            x *= load_channel_scales(p_channel_scales, stride_channel_scales, h, j, PACK, PACKED_DIM, D)
+            x *= load_channel_scales(p_channel_scales, stride_channel_scales, h, j, PACK, PACKED_COLUMNS, D)
         if p_signs is not None:
-            x *= tl.load(p_signs + (PACK * tl.arange(0, PACKED_DIM) + j) % HADAMARD_SIZE)[None, :] * HADAMARD_SIZE**-0.5
+            x *= (
+                tl.load(p_signs + (PACK * tl.arange(0, PACKED_COLUMNS) + j) % HADAMARD_SIZE)[None, :]
+                * HADAMARD_SIZE**-0.5
+            )
         out = out + (x,)
     if p_signs is not None:
         out = blockwise_hadamard_unnormalized_unpacked(out, PACK, HADAMARD_SIZE)
@@ -118,7 +121,7 @@ def unrotate_and_rescale_output(tiles, rotation, h, PACK: tl.constexpr, D: tl.co
     Works on a split's acc_o as on the whole: both steps are linear.
     """
     p_signs, p_channel_scales, stride_channel_scales = rotation
-    PACKED_DIM: tl.constexpr = tiles[0].shape[1]
+    PACKED_COLUMNS: tl.constexpr = tiles[0].shape[1]
     HADAMARD_SIZE: tl.constexpr = D & -D
     if p_signs is not None:
         tiles = blockwise_hadamard_unnormalized_unpacked(tiles, PACK, HADAMARD_SIZE)
@@ -126,8 +129,11 @@ def unrotate_and_rescale_output(tiles, rotation, h, PACK: tl.constexpr, D: tl.co
     for j in tl.static_range(PACK):
         x = tiles[j]
         if p_signs is not None:
-            x *= tl.load(p_signs + (PACK * tl.arange(0, PACKED_DIM) + j) % HADAMARD_SIZE)[None, :] * HADAMARD_SIZE**-0.5
+            x *= (
+                tl.load(p_signs + (PACK * tl.arange(0, PACKED_COLUMNS) + j) % HADAMARD_SIZE)[None, :]
+                * HADAMARD_SIZE**-0.5
+            )
         if p_channel_scales is not None:
-            x *= load_channel_scales(p_channel_scales, stride_channel_scales, h, j, PACK, PACKED_DIM, D)
+            x *= load_channel_scales(p_channel_scales, stride_channel_scales, h, j, PACK, PACKED_COLUMNS, D)
         out = out + (x,)
     return out

@@ -17,16 +17,16 @@ BLOCK = tl.constexpr(INDEX_BLOCK)
 
 
 @triton.jit
-def round_to_row_dtype_if(x, DTYPE: tl.constexpr, ROUND16: tl.constexpr):
+def round_to_row_dtype_if(x, ROW_DTYPE: tl.constexpr, ROUND16: tl.constexpr):
     """Returns fp32 x, rounded to the caller's dtype if ROUND16."""
     if ROUND16:
-        return x.to(DTYPE).to(tl.float32)
+        return x.to(ROW_DTYPE).to(tl.float32)
     else:
         return x
 
 
 @triton.jit
-def load_normed_columns(p_rows, columns, mask, stats, norm_args, DTYPE: tl.constexpr, ROUND16: tl.constexpr):
+def load_normed_columns(p_rows, columns, mask, stats, norm_args, ROW_DTYPE: tl.constexpr, ROUND16: tl.constexpr):
     """Loads columns of rows as fp32, normed if there is a norm.
 
     stats:  mean and inverse deviation [ROWS, 1] fp64, or None
@@ -40,7 +40,7 @@ def load_normed_columns(p_rows, columns, mask, stats, norm_args, DTYPE: tl.const
         bias = tl.load(p_bias + columns, mask=mask, other=0.0).to(tl.float64)
         mean, deviation = stats
         y = ((x.to(tl.float64) - mean) / deviation * weight + bias).to(tl.float32)
-        return round_to_row_dtype_if(y, DTYPE, ROUND16)
+        return round_to_row_dtype_if(y, ROW_DTYPE, ROUND16)
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def load_index_rows(
 
 
 @triton.jit
-def encode_index_fp8(x, COLUMNS_PER_SCALE: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
+def encode_index_fp8_codes_and_scales(x, COLUMNS_PER_SCALE: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
     """Returns e4m3 bytes of rows x [ROWS, D_PAD] fp32, and scales [ROWS, D_PAD / COLUMNS_PER_SCALE], powers of two."""
     ROWS: tl.constexpr = x.shape[0]
     D_PAD: tl.constexpr = x.shape[1]
@@ -101,10 +101,10 @@ def encode_index_fp8(x, COLUMNS_PER_SCALE: tl.constexpr, NATIVE_FP8_CAST: tl.con
 
 
 @triton.jit
-def cast_index_rows(x, DTYPE: tl.constexpr, FORMAT: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
+def cast_index_rows(x, STORED_DTYPE: tl.constexpr, FORMAT: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
     """Returns rows x fp32 in a format without scales: bytes of e4m3, or DTYPE."""
     if FORMAT.CODE == "e4m3":
         return encode_fp8(x, False, NATIVE_FP8_CAST)
     else:
         tl.static_assert(FORMAT.CODE == "bf16" or FORMAT.CODE == "fp16", "a code that an indexer does not store")
-        return x.to(DTYPE)
+        return x.to(STORED_DTYPE)

@@ -44,17 +44,17 @@ class Source(NamedTuple):
 
 
 @triton.jit
-def block_columns(BLOCK: tl.constexpr, WARPS: tl.constexpr):
-    """Returns 0 … BLOCK − 1 as such a tensor."""
-    STEPS: tl.constexpr = BLOCK // (32 * WARPS)
+def block_columns(BLOCK_COLUMNS: tl.constexpr, WARPS: tl.constexpr):
+    """Returns 0 … BLOCK_COLUMNS − 1 as such a tensor."""
+    STEPS: tl.constexpr = BLOCK_COLUMNS // (32 * WARPS)
     i = tl.arange(0, WARPS)[:, None] * (32 * STEPS) + tl.arange(0, STEPS)[None, :] * 32
     return tl.arange(0, 32)[:, None, None] + i[None, :, :]
 
 
 @triton.jit
-def load_sortable_score_keys(source, begin, BLOCK: tl.constexpr, WARPS: tl.constexpr):
+def load_sortable_score_keys(source, begin, BLOCK_COLUMNS: tl.constexpr, WARPS: tl.constexpr):
     """Loads keys as uint32 in the order of scores; 0: not to be taken, 1: NaN, the largest: taken before all others."""
-    i = begin + block_columns(BLOCK, WARPS)
+    i = begin + block_columns(BLOCK_COLUMNS, WARPS)
     valid = i < source.num
     if source.p_row.dtype.element_ty == tl.int32:
         return tl.load(source.p_row + i, mask=valid, other=0).to(tl.uint32, bitcast=True)
@@ -70,9 +70,9 @@ def load_sortable_score_keys(source, begin, BLOCK: tl.constexpr, WARPS: tl.const
 
 
 @triton.jit
-def load_columns_of_keys(source, begin, columns_offset, mask, BLOCK: tl.constexpr, WARPS: tl.constexpr):
+def load_columns_of_keys(source, begin, columns_offset, mask, BLOCK_COLUMNS: tl.constexpr, WARPS: tl.constexpr):
     """Returns the columns of a block of a source."""
-    i = begin + block_columns(BLOCK, WARPS)
+    i = begin + block_columns(BLOCK_COLUMNS, WARPS)
     if source.p_row.dtype.element_ty == tl.int32:
         return tl.load(source.p_row + columns_offset + i, mask=mask, other=0)
     else:
@@ -108,42 +108,44 @@ def negative_partial_counts_below(keys, threshold, WARPS: tl.constexpr, USE_PTX:
 
 
 @triton.jit
-def count_keys_at_or_above(source, first_block_keys, threshold, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
+def count_keys_at_or_above(source, first_block_keys, threshold, BLOCK_COLUMNS: tl.constexpr, ONE_BLOCK: tl.constexpr,
                            WARPS: tl.constexpr,
                USE_PTX: tl.constexpr):  # fmt: skip
     """Counts keys of the source >= threshold, which is not 0."""
-    counts, total = negative_partial_counts_below(first_block_keys, threshold, WARPS, USE_PTX), BLOCK
+    counts, total = negative_partial_counts_below(first_block_keys, threshold, WARPS, USE_PTX), BLOCK_COLUMNS
     if not ONE_BLOCK:
-        for begin in range(BLOCK, source.num, BLOCK):
+        for begin in range(BLOCK_COLUMNS, source.num, BLOCK_COLUMNS):
             counts += negative_partial_counts_below(
-                load_sortable_score_keys(source, begin, BLOCK, WARPS), threshold, WARPS, USE_PTX
+                load_sortable_score_keys(source, begin, BLOCK_COLUMNS, WARPS), threshold, WARPS, USE_PTX
             )
-            total += BLOCK
+            total += BLOCK_COLUMNS
     return total + tl.sum(counts)
 
 
 @triton.jit
 def find_topk_threshold_and_ties(
-    source, first_block_keys, k, max_taken, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, WARPS: tl.constexpr,
+    source, first_block_keys, k, max_taken, BLOCK_COLUMNS: tl.constexpr, ONE_BLOCK: tl.constexpr, WARPS: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """Returns (the smallest key of the k largest, or of up to `max_taken`; how many equal keys are taken)."""
     threshold, bit = tl.full([], 0, tl.uint32), tl.full([], 0x80000000, tl.uint32)
-    num_from = count_keys_at_or_above(source, first_block_keys, threshold + 1, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
+    num_from = count_keys_at_or_above(source, first_block_keys, threshold + 1, BLOCK_COLUMNS, ONE_BLOCK, WARPS, USE_PTX)
     while (bit > 0) & (num_from > max_taken):
-        count = count_keys_at_or_above(source, first_block_keys, threshold | bit, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
+        count = count_keys_at_or_above(
+            source, first_block_keys, threshold | bit, BLOCK_COLUMNS, ONE_BLOCK, WARPS, USE_PTX
+        )
         threshold = tl.where(count >= k, threshold | bit, threshold)
         num_from = tl.where(count >= k, count, num_from)
         bit = bit >> 1
     threshold = tl.maximum(threshold, 1)
     more = tl.full([], 0, tl.int32)
     if threshold < 0xFFFFFFFF:
-        more = count_keys_at_or_above(source, first_block_keys, threshold + 1, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
+        more = count_keys_at_or_above(source, first_block_keys, threshold + 1, BLOCK_COLUMNS, ONE_BLOCK, WARPS, USE_PTX)
     return threshold, tl.minimum(num_from, max_taken) - more
 
 
 @triton.jit
-def output_positions_of_taken_keys(keys, threshold, max_ties):
+def output_positions_taken_count_and_ties_left(keys, threshold, max_ties):
     """Returns (output positions of a block's keys, which are taken, how many are, how many ties are left)."""
     more, equal = keys > threshold, keys == threshold
     # Both counts in one scan; a block has fewer than 2^15 columns.
@@ -160,7 +162,7 @@ def output_positions_of_taken_keys(keys, threshold, max_ties):
 
 
 @triton.jit
-def num_visible_columns_and_open_group(
+def num_visible_columns_open_group_and_start(
     STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_row, width, KEYS_PER_COLUMN: tl.constexpr,
     cfg: tl.constexpr,
 ):  # fmt: skip
@@ -212,32 +214,35 @@ def num_candidates_after_rounds(
 def index_candidates_kernel(
     SOURCE, STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, CANDIDATES, B, first_row, width, k, keep_first,
     keep_last,
-    stride_st, stride_sh, columns_offset, first_most, most, num_splits, candidates_offset,
-    LINES: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr, LEVEL: tl.constexpr, KEYS: tl.constexpr,
-    USE_PTX: tl.constexpr, cfg: tl.constexpr,
+    stride_st, stride_sh, columns_offset, first_round_max_per_split, max_per_split, num_splits, candidates_offset,
+    HEADS: tl.constexpr, COLUMNS_PER_SPLIT: tl.constexpr, WARPS: tl.constexpr, NUM_ROUNDS: tl.constexpr,
+    KEYS_PER_COLUMN: tl.constexpr, USE_PTX: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """Stores the candidates of one split of one row of one head: `most` keys, 0 behind the last, and their columns."""
+    """Stores the candidates of one split of one row of one head: `max_per_split` keys, 0 behind the last, and their
+    columns."""
     i_line, i_split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
-    i_row, line = i_line // LINES, (i_line % LINES).to(tl.int64)
+    i_row, line = i_line // HEADS, (i_line % HEADS).to(tl.int64)
     t = first_row + i_row
-    visible, _group, _is_open, start = num_visible_columns_and_open_group(
-        STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS, cfg
+    visible, _group, _is_open, start = num_visible_columns_open_group_and_start(
+        STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS_PER_COLUMN, cfg
     )
-    num = num_candidates_after_rounds(visible, k, first_most, SPLIT, LEVEL)
-    p_row = SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh + (start if LEVEL == 0 else 0)
+    num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_ROUNDS)
+    p_row = SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh + (start if NUM_ROUNDS == 0 else 0)
     source = Source(p_row, num, keep_first, keep_last)
-    begin = i_split * SPLIT
+    begin = i_split * COLUMNS_PER_SPLIT
     if begin < source.num:
-        key = load_sortable_score_keys(source, begin, SPLIT, WARPS)
-        threshold, ties = find_topk_threshold_and_ties(source, key, k, most, SPLIT, True, WARPS, USE_PTX)
-        place, taken, count, ties = output_positions_of_taken_keys(key, threshold, ties)
-        column = load_columns_of_keys(source, begin, columns_offset, taken, SPLIT, WARPS)
-        p_out = CANDIDATES + (i_line.to(tl.int64) * num_splits + i_split) * most
+        key = load_sortable_score_keys(source, begin, COLUMNS_PER_SPLIT, WARPS)
+        threshold, ties = find_topk_threshold_and_ties(
+            source, key, k, max_per_split, COLUMNS_PER_SPLIT, True, WARPS, USE_PTX
+        )
+        place, taken, count, ties = output_positions_taken_count_and_ties_left(key, threshold, ties)
+        column = load_columns_of_keys(source, begin, columns_offset, taken, COLUMNS_PER_SPLIT, WARPS)
+        p_out = CANDIDATES + (i_line.to(tl.int64) * num_splits + i_split) * max_per_split
         tl.store(p_out + place, key.to(tl.int32, bitcast=True), mask=taken)
         tl.store(p_out + candidates_offset + place, column, mask=taken)
-        for i in range(count, most, _FILL):
+        for i in range(count, max_per_split, _FILL):
             o_rest = i + tl.arange(0, _FILL)
-            tl.store(p_out + o_rest, 0, mask=o_rest < most)
+            tl.store(p_out + o_rest, 0, mask=o_rest < max_per_split)
 
 
 @triton.jit(
@@ -246,31 +251,31 @@ def index_candidates_kernel(
 def index_topk_kernel(
     SOURCE, STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, OUT, LENS, B, first_row, width, k, keep_first,
     keep_last,
-    stride_st, stride_sh, columns_offset, first_most, stride_ot, stride_oh, stride_lt, stride_lh,
-    LINES: tl.constexpr, COLUMNS_OUT: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
-    WARPS: tl.constexpr, SPLIT: tl.constexpr, LEVEL: tl.constexpr, HAS_GROUP: tl.constexpr, KEYS: tl.constexpr,
-    USE_PTX: tl.constexpr, cfg: tl.constexpr,
+    stride_st, stride_sh, columns_offset, first_round_max_per_split, stride_ot, stride_oh, stride_lt, stride_lh,
+    HEADS: tl.constexpr, COLUMNS_OUT: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ONE_BLOCK: tl.constexpr,
+    WARPS: tl.constexpr, COLUMNS_PER_SPLIT: tl.constexpr, NUM_ROUNDS: tl.constexpr, HAS_GROUP: tl.constexpr,
+    KEYS_PER_COLUMN: tl.constexpr, USE_PTX: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """Takes columns of one row of one head."""
-    i_row, line = tl.program_id(0) // LINES, (tl.program_id(0) % LINES).to(tl.int64)
+    i_row, line = tl.program_id(0) // HEADS, (tl.program_id(0) % HEADS).to(tl.int64)
     t = first_row + i_row
-    visible, group, is_open, start = num_visible_columns_and_open_group(
-        STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS, cfg
+    visible, group, is_open, start = num_visible_columns_open_group_and_start(
+        STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS_PER_COLUMN, cfg
     )
-    num = num_candidates_after_rounds(visible, k, first_most, SPLIT, LEVEL)
-    p_row = SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh + (start if LEVEL == 0 else 0)
+    num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_ROUNDS)
+    p_row = SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh + (start if NUM_ROUNDS == 0 else 0)
     source = Source(p_row, num, keep_first, keep_last)
     p_out = OUT + t.to(tl.int64) * stride_ot + line * stride_oh
-    key = load_sortable_score_keys(source, 0, BLOCK, WARPS)
-    threshold, ties = find_topk_threshold_and_ties(source, key, k, k, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
-    place, taken, count, ties = output_positions_of_taken_keys(key, threshold, ties)
-    tl.store(p_out + place, load_columns_of_keys(source, 0, columns_offset, taken, BLOCK, WARPS), mask=taken)
+    key = load_sortable_score_keys(source, 0, BLOCK_COLUMNS, WARPS)
+    threshold, ties = find_topk_threshold_and_ties(source, key, k, k, BLOCK_COLUMNS, ONE_BLOCK, WARPS, USE_PTX)
+    place, taken, count, ties = output_positions_taken_count_and_ties_left(key, threshold, ties)
+    tl.store(p_out + place, load_columns_of_keys(source, 0, columns_offset, taken, BLOCK_COLUMNS, WARPS), mask=taken)
     if not ONE_BLOCK:
-        for i in range(BLOCK, source.num, BLOCK):
-            place, taken, num_taken, ties = output_positions_of_taken_keys(
-                load_sortable_score_keys(source, i, BLOCK, WARPS), threshold, ties
+        for i in range(BLOCK_COLUMNS, source.num, BLOCK_COLUMNS):
+            place, taken, num_taken, ties = output_positions_taken_count_and_ties_left(
+                load_sortable_score_keys(source, i, BLOCK_COLUMNS, WARPS), threshold, ties
             )
-            column = load_columns_of_keys(source, i, columns_offset, taken, BLOCK, WARPS)
+            column = load_columns_of_keys(source, i, columns_offset, taken, BLOCK_COLUMNS, WARPS)
             tl.store(p_out + count + place, column, mask=taken)
             count += num_taken
     if HAS_GROUP:
@@ -291,14 +296,15 @@ def split_columns(k: int) -> int:
 
 
 def num_and_max_per_split_of_rounds(width: int, k: int) -> list[tuple[int, int]]:
-    """Returns for each round of a row of `width` columns how many candidates it leaves, and of a split at most."""
+    """Returns for each round of a row of `width` columns how many candidates it leaves, and of a split at
+    max_per_split."""
     n, split = width, split_columns(k)
     found: list[tuple[int, int]] = []
     while n > (_MAX_SPLIT if found else split) and 2 * k <= split:
         num_splits = -(-n // split)
-        most = k if found else min(max(_MAX_SPLIT // num_splits, k), 2 * k)
-        n = num_splits * most
-        found.append((n, most))
+        max_per_split = k if found else min(max(_MAX_SPLIT // num_splits, k), 2 * k)
+        n = num_splits * max_per_split
+        found.append((n, max_per_split))
     return found
 
 
@@ -314,7 +320,7 @@ def index_topk_launches(
     """Returns the launches that take columns of some rows.
 
     scores, strides: where the scores of the first of them are, and strides of rows and heads there
-    row_args:        STARTS, VISIBLE, OPEN_GROUP, HAS_GROUP; SEQ_LENS, CU_SEQLENS_Q, B, KEYS, cfg
+    row_args:        STARTS, VISIBLE, OPEN_GROUP, HAS_GROUP; SEQ_LENS, CU_SEQLENS_Q, B, KEYS_PER_COLUMN, cfg
     """
     lines = f.out.shape[1] if len(f.out.shape) == 3 else 1
     last, split, num_lines = min(f.keep_last, f.k), split_columns(f.k), len(rows) * lines
@@ -322,22 +328,27 @@ def index_topk_launches(
     has_group = row_args.pop("HAS_GROUP")
     row_args |= {
         "first_row": rows.start, "width": width, "k": f.k, "keep_first": min(f.keep_first, f.k - last),
-        "keep_last": last, "LINES": lines, "SPLIT": split, "USE_PTX": launch.has_ptx(f),
+        "keep_last": last, "HEADS": lines, "COLUMNS_PER_SPLIT": split, "USE_PTX": launch.has_ptx(f),
     }  # fmt: skip
-    source = {"SOURCE": scores, "stride_st": strides[0], "stride_sh": strides[1], "columns_offset": 0, "LEVEL": 0}
+    source = {"SOURCE": scores, "stride_st": strides[0], "stride_sh": strides[1], "columns_offset": 0, "NUM_ROUNDS": 0}
     launches, num_entries, rounds = [], width, num_and_max_per_split_of_rounds(width, f.k)
-    row_args["first_most"] = rounds[0][1] if rounds else 0
-    for i, (entries, most) in enumerate(rounds):
-        num_splits, offset = entries // most, num_lines * entries
+    row_args["first_round_max_per_split"] = rounds[0][1] if rounds else 0
+    for i, (entries, max_per_split) in enumerate(rounds):
+        num_splits, offset = entries // max_per_split, num_lines * entries
         candidates = TensorArg(f"candidates_{i}")
-        sizes = {"most": most, "num_splits": num_splits, "candidates_offset": offset, "WARPS": _num_warps(f, split)}
+        sizes = {
+            "max_per_split": max_per_split,
+            "num_splits": num_splits,
+            "candidates_offset": offset,
+            "WARPS": _num_warps(f, split),
+        }
         launches.append(KernelLaunch(
             index_candidates_kernel, (num_lines * num_splits,), row_args | source | sizes | {"CANDIDATES": candidates},
             num_warps=_num_warps(f, split),
         ))  # fmt: skip
         source = {
             "SOURCE": candidates, "stride_st": lines * entries, "stride_sh": entries, "columns_offset": offset,
-            "LEVEL": i + 1,
+            "NUM_ROUNDS": i + 1,
         }  # fmt: skip
         num_entries = entries
     block = min(max(launch.next_power_of_2(num_entries), 256), _MAX_SPLIT if rounds else split)
@@ -346,7 +357,7 @@ def index_topk_launches(
     row_args |= source | {
         "OUT": TensorArg("out"), "LENS": TensorArg("out_lens"), "stride_ot": f.out.stride[0],
         "stride_oh": f.out.stride[1] if has_heads else 0, "stride_lt": lens[0],
-        "stride_lh": lens[1] if has_heads else 0, "COLUMNS_OUT": f.out.shape[-1], "BLOCK": block,
+        "stride_lh": lens[1] if has_heads else 0, "COLUMNS_OUT": f.out.shape[-1], "BLOCK_COLUMNS": block,
         "ONE_BLOCK": num_entries <= block, "WARPS": _num_warps(f, block), "HAS_GROUP": has_group,
     }  # fmt: skip
     return [*launches, KernelLaunch(index_topk_kernel, (num_lines,), row_args, num_warps=_num_warps(f, block))]

@@ -41,7 +41,9 @@ def find_request_of_row(CU_ROWS, i_row, B):
 
 
 @triton.jit
-def lookup_page_slot(PAGE_TABLE, i_request, position, valid, max_pages, num_pages, PAGE: tl.constexpr, stride_table):
+def lookup_page_slot_and_validity(
+    PAGE_TABLE, i_request, position, valid, max_pages, num_pages, PAGE: tl.constexpr, stride_table
+):
     """Returns (page, slot, whether they exist) of a position of a request; reads nothing outside table and cache."""
     valid = valid & (position >= 0) & (position < max_pages.to(tl.int64) * PAGE)
     position = tl.where(valid, position, 0).to(tl.uint32)
@@ -217,7 +219,7 @@ def store_latent_or_rope_heads(
                 p_q_out = Q_PE + t * stride_rt + o_h.to(tl.int64)[:, None] * stride_rh + o_f[None, :]
             tl.store(p_q_out, apply_rope_interleaved(q_pe, cos, sin, BLOCK_H, R_PAD).to(Q.dtype.element_ty), mask=m_q)
         else:
-            page, page_slot, has_slot = lookup_page_slot(
+            page, page_slot, has_slot = lookup_page_slot_and_validity(
                 PAGE_TABLE, b, position, in_range, max_pages, num_pages, PAGE, stride_table
             )
             if has_slot:

@@ -130,7 +130,9 @@ def block_abs_max_of_pairs(packed, FP16: tl.constexpr, USE_PTX: tl.constexpr):
 
 
 @triton.jit
-def encode_nvfp4_pairs(packed, quant_scale, global_scale, FP16: tl.constexpr, USE_PTX: tl.constexpr):
+def encode_nvfp4_codes_and_scales_of_pairs(
+    packed, quant_scale, global_scale, FP16: tl.constexpr, USE_PTX: tl.constexpr
+):
     """Returns nvfp4 of pairs [ROWS, NUM_PAIRS]: bytes of that shape, e4m3 scales [ROWS, NUM_PAIRS / 8] as uint32."""
     ROWS: tl.constexpr = packed.shape[0]
     NUM_PAIRS: tl.constexpr = packed.shape[1]
@@ -159,7 +161,7 @@ def quantize_and_store_nvfp4_pairs(
 
     STORE_SCALE_PAIRS: scales can be stored two at a time, as a thread holds them
     """
-    codes, scales = encode_nvfp4_pairs(packed, quant_scale, global_scale, FP16, USE_PTX)
+    codes, scales = encode_nvfp4_codes_and_scales_of_pairs(packed, quant_scale, global_scale, FP16, USE_PTX)
     NUM_PAIRS: tl.constexpr = packed.shape[1]
     i = tl.arange(0, NUM_PAIRS)[None, :]
     tl.store(p_codes + o_codes + i, codes, mask=m_write if D == 2 * NUM_PAIRS else m_write & (i < D // 2))
@@ -182,12 +184,12 @@ def quantize_and_store_nvfp4_pairs(
 
 @triton.jit
 def quantize_and_store_int4_pairs(
-    packed, p_codes, p_scales, o_codes, o_scales, m_write, D: tl.constexpr, FP16: tl.constexpr, WIDEN: tl.constexpr
+    packed, p_codes, p_scales, o_codes, o_scales, m_write, D: tl.constexpr, FP16: tl.constexpr, WIDEN_TO_0: tl.constexpr
 ):  # fmt: skip
     """Quantizes pairs [ROWS, C / 2] to int4 and stores them, as `quant.quantize_and_store` does with rows."""
     even, odd = unpack_pairs(packed, FP16)
-    even_min, even_max = row_min_max(even, D // 2, WIDEN)
-    odd_min, odd_max = row_min_max(odd, D // 2, WIDEN)
+    even_min, even_max = row_min_max(even, D // 2, WIDEN_TO_0)
+    odd_min, odd_max = row_min_max(odd, D // 2, WIDEN_TO_0)
     scale, zero_point, stored_scale = int4_scale_and_zero_point(
         tl.minimum(even_min, odd_min), tl.maximum(even_max, odd_max)
     )

@@ -17,12 +17,12 @@ GROUP = tl.constexpr(LATENT_GROUP)
 
 
 @triton.jit
-def load_column_group(p, mask, k, K: tl.constexpr):
-    """Loads columns k … k + 127 of rows; 0 from column K on."""
-    if K // GROUP * GROUP == K:
-        return tl.load(p + k, mask=mask, other=0)
+def load_column_group(p, mask, first_column, COLUMNS: tl.constexpr):
+    """Loads columns first_column … first_column + 127 of rows; 0 from column COLUMNS on."""
+    if COLUMNS // GROUP * GROUP == COLUMNS:
+        return tl.load(p + first_column, mask=mask, other=0)
     else:
-        return tl.load(p + k, mask=mask & (tl.arange(0, GROUP) + k < K)[None, :], other=0)
+        return tl.load(p + first_column, mask=mask & (tl.arange(0, GROUP) + first_column < COLUMNS)[None, :], other=0)
 
 
 @triton.jit
@@ -35,8 +35,9 @@ def load_weight_scale(p, o_n, N: tl.constexpr):
 
 
 @triton.jit
-def quantize_rows_e4m3(x, NATIVE_FP8_CAST: tl.constexpr):
-    """Returns (e4m3 codes, scales) of rows of 128 columns, as `quantize_latent_groups` except signs of zeros."""
+def quantize_rows_e4m3_codes_and_scales(x, NATIVE_FP8_CAST: tl.constexpr):
+    """Returns (e4m3 codes, scales) of rows of 128 columns, as `quantize_latent_codes_and_group_scales` except signs of
+    zeros."""
     if x.dtype == tl.bfloat16:
         # By bits: a conversion would handle NaN, which takes four times as long.
         x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -76,26 +77,26 @@ def accumulate_group(
     if not SCALED:
         return tl.dot(w, tl.trans(x), acc) if SWAP_AB else tl.dot(x, tl.trans(w), acc)
     else:
-        codes, scale = quantize_rows_e4m3(x, NATIVE_FP8_CAST)
+        codes, scale = quantize_rows_e4m3_codes_and_scales(x, NATIVE_FP8_CAST)
         return accumulate_scaled_group(acc, codes, scale, w, w_scale, SWAP_AB, NATIVE_FP8_MMA)
 
 
 @triton.jit
-def prefetch_weights(
-    w_args, h, column, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH_GROUPS: tl.constexpr
+def prefetch_weights_and_scales(
+    w_args, h, first_weight_row, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH_GROUPS: tl.constexpr
 ):
-    """Returns (pointers to a block of head h's weights and scales), and PREFETCH_GROUPS column groups of both, being
-    loaded.
+    """Returns (pointers to a block of head h's weights and scales), and PREFETCH_GROUPS column groups of
+    both, being loaded.
 
     w_args: (W, strides of heads and rows, W_SCALE or None, strides of heads and rows)
     """
     W, stride_wh, stride_wn, W_SCALE, stride_sh, stride_sn = w_args
-    o_n = column + tl.arange(0, BLOCK_N)
+    o_n = first_weight_row + tl.arange(0, BLOCK_N)
     p_w = W + h * stride_wh + o_n.to(tl.int64)[:, None] * stride_wn + tl.arange(0, GROUP)[None, :]
     p_scale = W  # not read
     if W_SCALE is not None:
         # One scale for all weight rows, or one for each.
-        o_s = column // GROUP if BLOCK_N <= GROUP else o_n // GROUP
+        o_s = first_weight_row // GROUP if BLOCK_N <= GROUP else o_n // GROUP
         p_scale = W_SCALE + h * stride_sh + o_s.to(tl.int64) * stride_sn
     weights, scales = (), ()
     for g in tl.static_range(PREFETCH_GROUPS):
@@ -107,7 +108,7 @@ def prefetch_weights(
 @triton.jit
 def accumulate_prefetched_groups(x_groups, weights, scales, SCALED: tl.constexpr, SWAP_AB: tl.constexpr,
                                  NATIVE_FP8_MMA: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):  # fmt: skip
-    """Returns the product of the weights of `prefetch_weights` and as many column groups of rows."""
+    """Returns the product of the weights of `prefetch_weights_and_scales` and as many column groups of rows."""
     BLOCK_M: tl.constexpr = x_groups[0].shape[0]
     BLOCK_N: tl.constexpr = weights[0].shape[0]
     acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP_AB else [BLOCK_M, BLOCK_N], tl.float32)
@@ -119,10 +120,12 @@ def accumulate_prefetched_groups(x_groups, weights, scales, SCALED: tl.constexpr
 
 
 @triton.jit
-def store_projection(acc, out_args, h, column, o_m, T, N: tl.constexpr, BLOCK_N: tl.constexpr, SWAP_AB: tl.constexpr):
-    """Stores acc to columns from `column` on of head h. out_args: (OUT, strides of rows and heads)"""
+def store_projection(
+    acc, out_args, h, first_column, o_m, T, N: tl.constexpr, BLOCK_N: tl.constexpr, SWAP_AB: tl.constexpr
+):
+    """Stores acc to columns from `first_column` on of head h. out_args: (OUT, strides of rows and heads)"""
     OUT, stride_ot, stride_oh = out_args
-    o_n = column + tl.arange(0, BLOCK_N)
+    o_n = first_column + tl.arange(0, BLOCK_N)
     y = acc.to(OUT.dtype.element_ty)
     if SWAP_AB:
         y = tl.trans(y)
@@ -132,22 +135,22 @@ def store_projection(acc, out_args, h, column, o_m, T, N: tl.constexpr, BLOCK_N:
 
 @triton.jit
 def project_head(
-    x_args, w_args, out_args, h, column, row, T, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
+    x_args, w_args, out_args, h, first_column, first_row, T, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SWAP_AB: tl.constexpr, PREFETCH_GROUPS: tl.constexpr, NATIVE_FP8_MMA: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes columns from `column` on of head h, for BLOCK_M rows from `row` on. x_args, out_args: (tensor, strides
-    of rows and heads)
+    """Computes columns from `first_column` on of head h, for BLOCK_M rows from `first_row` on. x_args, out_args:
+    (tensor, strides of rows and heads)
 
     PREFETCH_GROUPS: column groups of weights loaded before the wait; the previous kernel must not write W
     """
     X, stride_xt, stride_xh = x_args
-    o_m = row + tl.arange(0, BLOCK_M)
-    o_n, m_m = column + tl.arange(0, BLOCK_N), (o_m < T)[:, None]
+    o_m = first_row + tl.arange(0, BLOCK_M)
+    o_n, m_m = first_column + tl.arange(0, BLOCK_N), (o_m < T)[:, None]
     p_x = X + h * stride_xh + o_m.to(tl.int64)[:, None] * stride_xt + tl.arange(0, GROUP)[None, :]
     SCALED: tl.constexpr = w_args[3] is not None
-    weight_ptrs, weights, scales = prefetch_weights(w_args, h, column, N, K, BLOCK_N, PREFETCH_GROUPS)
+    weight_ptrs, weights, scales = prefetch_weights_and_scales(w_args, h, first_column, N, K, BLOCK_N, PREFETCH_GROUPS)
     p_w, p_scale = weight_ptrs
     if USE_PDL:
         gdc_wait()
@@ -162,4 +165,4 @@ def project_head(
         scale = load_weight_scale(p_scale + k // GROUP, o_n, N) if SCALED else 1.0
         x, w = load_column_group(p_x, m_m, k, K), load_column_group(p_w, (o_n < N)[:, None], k, K)
         acc = accumulate_group(acc, x, w, scale, SCALED, SWAP_AB, NATIVE_FP8_MMA, NATIVE_FP8_CAST)
-    store_projection(acc, out_args, h, column, o_m, T, N, BLOCK_N, SWAP_AB)
+    store_projection(acc, out_args, h, first_column, o_m, T, N, BLOCK_N, SWAP_AB)

@@ -106,7 +106,7 @@ def encode_e2m1(y):
 
 
 @triton.jit
-def encode_nvfp4(x, inv_global_scale, global_scale):
+def encode_nvfp4_codes_and_scales(x, inv_global_scale, global_scale):
     """Returns nvfp4 of rows x [ROWS, D] fp32: bytes [ROWS, D/2], low nibble first, and e4m3 scales as bytes [ROWS,
     D/16].
 
@@ -124,7 +124,7 @@ def encode_nvfp4(x, inv_global_scale, global_scale):
 
 
 @triton.jit
-def encode_fp8_ds_mla(x, NATIVE_FP8_CAST: tl.constexpr):
+def encode_fp8_ds_mla_codes_and_scales(x, NATIVE_FP8_CAST: tl.constexpr):
     """Returns fp8_ds_mla of latents x [ROWS, L] fp32: e4m3 bytes, and fp32 scales [ROWS, L/128], powers of two."""
     ROWS: tl.constexpr = x.shape[0]
     L: tl.constexpr = x.shape[1]
@@ -149,7 +149,7 @@ def quantize_and_store_ue8m0_rows(
     CODES: tl.constexpr = D - FORMAT.TAIL
     groups = tl.reshape(x, [ROWS, BLOCKS, FORMAT.SCALE_BLOCK])
     scale = divide_rn(tl.maximum(row_abs_max(groups), MIN_UE8M0_AMAX), E4M3_MAX)
-    # The next power of two, from the bits, as in `encode_fp8_ds_mla`.
+    # The next power of two, from the bits, as in `encode_fp8_ds_mla_codes_and_scales`.
     bits = (scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000
     codes = encode_fp8(groups * reciprocal_rn(bits.to(tl.float32, bitcast=True))[:, :, None], False, NATIVE_FP8_CAST)
     c = tl.arange(0, D_PAD)[None, :]
@@ -171,12 +171,12 @@ def token_head_scale_of_amax(amax, INT8: tl.constexpr):
 
 
 @triton.jit
-def encode_int8_or_fp8(y, INT8: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
+def encode_int8_or_fp8(y_within_range, INT8: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
     """Returns int8 codes, or e4m3 codes as uint8."""
     if INT8:
-        return encode_int8(y)
+        return encode_int8(y_within_range)
     else:
-        return encode_fp8(y, False, NATIVE_FP8_CAST)
+        return encode_fp8(y_within_range, False, NATIVE_FP8_CAST)
 
 
 @triton.jit
@@ -230,10 +230,10 @@ def store_codes(p, o_codes, codes, m_write, D: tl.constexpr):
 
 
 @triton.jit
-def saturating_cast(y, DTYPE: tl.constexpr, KIND: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
+def saturating_cast(y, FLOAT_DTYPE: tl.constexpr, KIND: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
     """Casts fp32 to DTYPE, or for KIND "e4m3" | "e5m2" to bytes: to nearest even; 8-bit kinds saturate."""
     if KIND == "float":
-        return y.to(DTYPE)
+        return y.to(FLOAT_DTYPE)
     else:
         tl.static_assert(KIND == "e4m3" or KIND == "e5m2", "a kind that cast does not know")
         return encode_fp8(y, KIND == "e5m2", NATIVE_FP8_CAST)
@@ -253,14 +253,14 @@ def quantize_and_store(
     mask = m_write if D == D_PAD else m_write & (c < D)
     if FORMAT.SCALE == BLOCK:
         tl.static_assert(FORMAT.CODE == "e2m1", "a code that has no blocks")
-        codes, scales = encode_nvfp4(x, quant_scale, global_scale)
+        codes, scales = encode_nvfp4_codes_and_scales(x, quant_scale, global_scale)
         i = tl.arange(0, D_PAD // 2)[None, :]
         tl.store(p_codes + o_codes + i, codes, mask=m_write & (i < D // 2))
         i = tl.arange(0, D_PAD // 16)[None, :]
         tl.store(p_scales + o_scales + i, scales, mask=m_write & (i < D // 16))
     elif FORMAT.SCALE == GROUP:
         tl.static_assert(FORMAT.CODE == "e4m3", "a code that has no groups")
-        codes, scales = encode_fp8_ds_mla(x, NATIVE_FP8_CAST)
+        codes, scales = encode_fp8_ds_mla_codes_and_scales(x, NATIVE_FP8_CAST)
         i = tl.arange(0, D_PAD // 128)[None, :]
         tl.store(p_codes + o_codes + c, codes, mask=mask)
         tl.store(p_scales + o_scales + i, scales, mask=m_write & (i < D // 128))

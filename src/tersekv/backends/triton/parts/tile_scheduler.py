@@ -103,7 +103,7 @@ def load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, m_b, cfg: tl.constexpr
 
 
 @triton.jit
-def find_program_block_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg: tl.constexpr):
+def find_program_block_range_and_blocks_per_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg: tl.constexpr):
     """Returns (first block, end, blocks_per_range) of range i_range, in the flat order of all key blocks."""
     total_blocks = 0
     for i in range(0, B, cfg.BLOCK_B):
@@ -116,7 +116,7 @@ def find_program_block_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg
 
 
 @triton.jit
-def find_request_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg: tl.constexpr):
+def find_request_and_base_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg: tl.constexpr):
     """Returns (request that holds flat key block `block`, flat index of the request's first block)."""
     i_request, n_block_base, blocks_before = 0, 0, 0
     for i in range(0, B, cfg.BLOCK_B):

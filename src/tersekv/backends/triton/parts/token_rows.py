@@ -92,7 +92,7 @@ def load_slot_or_request_and_position(token, slot_args):
 
 
 @triton.jit
-def resolve_page_slot(token_slot, slot_args, PAGE: tl.constexpr):
+def resolve_page_slot_and_write_mask(token_slot, slot_args, PAGE: tl.constexpr):
     """Returns (page, slot, m_write) of tokens: int64, int64, bool. Outside the cache or the request m_write is False
     and page arbitrary.
 
@@ -120,19 +120,22 @@ def resolve_page_slot(token_slot, slot_args, PAGE: tl.constexpr):
 
 
 @triton.jit
-def load_quant_scales(p_scale, scale, head, SCALE_PER_HEAD: tl.constexpr, SCALE_QUANTIZES: tl.constexpr):
+def load_quant_and_global_scale(
+    p_scale, multiplier, head, SCALE_PER_HEAD: tl.constexpr, SCALE_T_MULTIPLIES: tl.constexpr
+):
     """Returns (multiplier, dequantizing scale) of rows: [ROWS, 1] with a scale for each head, else scalars.
 
-    scale:  the multiplier, unless p_scale is not None; that tensor multiplies if SCALE_QUANTIZES, else dequantizes
+    multiplier:  the multiplier, unless p_scale is not None; that tensor multiplies if SCALE_T_MULTIPLIES, else
+    dequantizes
     """
     if p_scale is None:
-        return scale, reciprocal_rn(scale)
+        return multiplier, reciprocal_rn(multiplier)
     else:
         if SCALE_PER_HEAD:
             loaded_scale = tl.load(p_scale + head)[:, None]
         else:
             loaded_scale = tl.load(p_scale)
-        if SCALE_QUANTIZES:
+        if SCALE_T_MULTIPLIES:
             return loaded_scale, reciprocal_rn(loaded_scale)
         else:
             return reciprocal_rn(loaded_scale), loaded_scale

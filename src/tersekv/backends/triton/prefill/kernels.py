@@ -41,7 +41,7 @@ def load_q_begin(CU_SEQLENS_Q, i_request, m_request):
 
 
 @triton.jit
-def find_request_of_m_block(CU_SEQLENS_Q, B, m_block, cfg: tl.constexpr):
+def find_request_and_m_block_in_request(CU_SEQLENS_Q, B, m_block, cfg: tl.constexpr):
     """Returns (request of an m_block, m_block in the request)."""
     i_request, first_block = -1, 0
     for i in range(0, B, cfg.BLOCK_B):
@@ -99,7 +99,7 @@ def partial_row_offsets(i_tile, i_split, num_splits, h, i_row, cfg: tl.constexpr
 
 @triton.jit
 def attend_to_splits(
-    q, k_source, v_source, p_page_ids, key_range, split_begin, split_end, q_position, h, scale, softcap, rotation,
+    q, k_source, v_source, p_page_ids, key_range, split_begin, split_end, q_position, h, score_scale, softcap, rotation,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """Returns the softmax state of splits [split_begin, split_end), combined in their order; acc_o unrotated."""
@@ -109,7 +109,7 @@ def attend_to_splits(
         of_split = mainloop(
             q, empty_softmax_state(COLUMNS, cfg), k_source, v_source, p_page_ids, keys_of_split(key_range, i_split,
             cfg),
-            q_position, h, scale, softcap, False, cfg,
+            q_position, h, score_scale, softcap, False, cfg,
         )  # fmt: skip
         of_split = of_split[0], of_split[1], reorder_columns_and_unrotate_acc(of_split[2], rotation, h, cfg)
         row_max, row_sum, acc_o = combine_two_splits((row_max, row_sum, acc_o), of_split)
@@ -159,7 +159,7 @@ def prefill_kernel(
     # Tile scheduler: the KV head, request and rows of this program
     h = i_program % cfg.HEADS
     i_tile = (num_programs - 1 - i_program) // cfg.HEADS
-    i_request, m_block = find_request_of_m_block(CU_SEQLENS_Q, B, i_tile, cfg)
+    i_request, m_block = find_request_and_m_block_in_request(CU_SEQLENS_Q, B, i_tile, cfg)
     q_begin = load_q_begin(CU_SEQLENS_Q, i_request, True)
     num_q_rows = (load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin).to(tl.int32)
     row_begin = m_block * cfg.BLOCK_M
@@ -275,7 +275,7 @@ def combine_in_order_kernel(
     # Tile scheduler: the row, and the splits that the programs of its m_block made
     COLUMNS: tl.constexpr = cfg.PACK * cfg.BLOCK_DV
     i_tile, h = tl.program_id(0) // cfg.HEADS, tl.program_id(0) % cfg.HEADS
-    i_request, m_block = find_request_of_m_block(CU_SEQLENS_Q, B, i_tile, cfg)
+    i_request, m_block = find_request_and_m_block_in_request(CU_SEQLENS_Q, B, i_tile, cfg)
     q_begin = load_q_begin(CU_SEQLENS_Q, i_request, True)
     num_q_rows = (load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin).to(tl.int32)
     i_row_in_block = tl.program_id(1) + tl.arange(0, 1)

@@ -138,25 +138,27 @@ def kv_row_offsets(
 
 
 @triton.jit
-def load_kv_block(source: StridedRows, page_ids, n_block, valid, h, BLOCK: tl.constexpr, PACKED_DIM: tl.constexpr,
-                  MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr, STRIDE_UNIT: tl.constexpr,
-                  cfg: tl.constexpr):  # fmt: skip
-    """Loads packed codes [BLOCK_N, BLOCK] of key block n_block; 0 for invalid keys, which only a MASKED block has."""
-    o_d = tl.arange(0, BLOCK)
+def load_kv_block(source: StridedRows, page_ids, n_block, valid, h, PACKED_COLUMNS_PAD: tl.constexpr,
+                  PACKED_COLUMNS: tl.constexpr, MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr,
+                  STRIDE_UNIT: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
+    """Loads packed codes [BLOCK_N, PACKED_COLUMNS_PAD] of key block n_block; 0 for invalid keys, which only a MASKED
+    block has."""
+    o_d = tl.arange(0, PACKED_COLUMNS_PAD)
     p_x = source.ptr + kv_row_offsets(source, page_ids, n_block, h, IS_NEW_KV, STRIDE_UNIT, cfg)[:, None] + o_d[None, :]
     if MASKED:
-        return tl.load(p_x, mask=valid[:, None] & (o_d < PACKED_DIM)[None, :], other=0.0)
-    elif BLOCK == PACKED_DIM:
+        return tl.load(p_x, mask=valid[:, None] & (o_d < PACKED_COLUMNS)[None, :], other=0.0)
+    elif PACKED_COLUMNS_PAD == PACKED_COLUMNS:
         return tl.load(p_x)
     else:
-        return tl.load(p_x, mask=(o_d < PACKED_DIM)[None, :], other=0.0)
+        return tl.load(p_x, mask=(o_d < PACKED_COLUMNS)[None, :], other=0.0)
 
 
 @triton.jit
-def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, BLOCK: tl.constexpr, PACKED_DIM: tl.constexpr,
-                       MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr, row_format: tl.constexpr,
-                       cfg: tl.constexpr):  # fmt: skip
-    """Loads stored scales of key block n_block: fp32 [BLOCK_N] per token, e4m3 [BLOCK_N, BLOCK // 4], or none."""
+def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, PACKED_COLUMNS_PAD: tl.constexpr,
+                       PACKED_COLUMNS: tl.constexpr, MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr,
+                       row_format: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
+    """Loads stored scales of key block n_block: fp32 [BLOCK_N] per token, e4m3 [BLOCK_N, PACKED_COLUMNS_PAD // 4], or
+    none."""
     if IS_NEW_KV:
         return ()
     elif row_format.TOKEN_SCALES:
@@ -174,8 +176,8 @@ def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, BLOCK: t
     elif row_format.BLOCK_SCALES:
         return (
             load_kv_block(
-                operand.scales, page_ids, n_block, valid, h, BLOCK // 4, PACKED_DIM // 4, MASKED, IS_NEW_KV,
-                row_format.SCALE_STRIDE_UNIT, cfg,
+                operand.scales, page_ids, n_block, valid, h, PACKED_COLUMNS_PAD // 4, PACKED_COLUMNS // 4, MASKED,
+                IS_NEW_KV, row_format.SCALE_STRIDE_UNIT, cfg,
             ),
         )  # fmt: skip
     else:
@@ -183,28 +185,30 @@ def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, BLOCK: t
 
 
 @triton.jit
-def dequant_kv_block(packed, scales, BLOCK: tl.constexpr, IS_NEW_KV: tl.constexpr, row_format: tl.constexpr):
-    """Returns a tile [BLOCK_N, PACK * BLOCK] for the matrix unit, dequantized from packed codes [BLOCK_N, BLOCK]: the
-    tiles of `dequant_packed`, side by side."""
+def dequant_kv_block(
+    packed, scales, PACKED_COLUMNS_PAD: tl.constexpr, IS_NEW_KV: tl.constexpr, row_format: tl.constexpr
+):
+    """Returns a tile [BLOCK_N, PACK * PACKED_COLUMNS_PAD] for the matrix unit, dequantized from packed codes [BLOCK_N,
+    PACKED_COLUMNS_PAD]: the tiles of `dequant_packed`, side by side."""
     if IS_NEW_KV:
         return packed
     else:
         operand = None
         if row_format.BLOCK_SCALES:
-            operand = expand_block_scales(scales[0], packed.shape[0], BLOCK // 4, 4, row_format)
+            operand = expand_block_scales(scales[0], packed.shape[0], PACKED_COLUMNS_PAD // 4, 4, row_format)
         elif row_format.CODE == INT4:
             operand = int4_zero_points(scales[0]).to(tl.int16)[:, None]
         return concatenate_columns(dequant_packed(packed, row_format, operand), row_format.PACK)
 
 
 @triton.jit
-def compute_scores(q, keys, scale, k_scales, softcap, IS_NEW_KV: tl.constexpr, cfg: tl.constexpr):
+def compute_scores(q, keys, score_scale, k_scales, softcap, IS_NEW_KV: tl.constexpr, cfg: tl.constexpr):
     """Returns scores [BLOCK_M, BLOCK_N] in units of log2."""
     K_FORMAT: tl.constexpr = cfg.K
     s = tl.dot(q[0], tl.trans(keys))
     if cfg.TWO_TERM_Q and not IS_NEW_KV:
         s = tl.dot(q[1], tl.trans(keys), acc=s)
-    s *= scale[:, None]
+    s *= score_scale[:, None]
     if K_FORMAT.TOKEN_SCALES and not IS_NEW_KV:
         s *= k_scales[0][None, :]
     if cfg.HAS_SOFTCAP:
@@ -214,7 +218,8 @@ def compute_scores(q, keys, scale, k_scales, softcap, IS_NEW_KV: tl.constexpr, c
 
 @triton.jit
 def attend_kv_block(q, softmax_state, K: KVOperand, V: KVOperand, page_ids, n_block, key_range: KeyRange, q_position, h,
-                    scale, softcap, MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
+                    score_scale, softcap, MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr,
+                    cfg: tl.constexpr):  # fmt: skip
     """Attends to one key block. softmax_state: row_max (base 2), row_sum, acc_o [BLOCK_M, PACK * BLOCK_DV]."""
     K_FORMAT: tl.constexpr = cfg.K
     K_TILES_PER_ROW: tl.constexpr = K_FORMAT.PACK if IS_NEW_KV else 1  # new rows are not packed
@@ -234,8 +239,8 @@ def attend_kv_block(q, softmax_state, K: KVOperand, V: KVOperand, page_ids, n_bl
         IS_NEW_KV, K_FORMAT.STRIDE_UNIT, cfg,
     )  # fmt: skip
     s = compute_scores(
-        q, dequant_kv_block(packed, k_scales, cfg.BLOCK_D, IS_NEW_KV, K_FORMAT), scale, k_scales, softcap, IS_NEW_KV,
-        cfg,
+        q, dequant_kv_block(packed, k_scales, cfg.BLOCK_D, IS_NEW_KV, K_FORMAT), score_scale, k_scales, softcap,
+        IS_NEW_KV, cfg,
     )  # fmt: skip
     if cfg.TOKEN_SCALES and not IS_NEW_KV:
         # V's scale joins the exponent, so that the P that multiplies codes lies in (0, 1].
@@ -278,7 +283,7 @@ def load_page_ids_if_paged(p_page_ids, n_block, num_keys, IS_NEW_KV: tl.constexp
 
 
 @triton.jit
-def mainloop(q, softmax_state, K: KVOperand, V: KVOperand, p_page_ids, key_range: KeyRange, q_position, h, scale,
+def mainloop(q, softmax_state, K: KVOperand, V: KVOperand, p_page_ids, key_range: KeyRange, q_position, h, score_scale,
              softcap, IS_NEW_KV: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
     """Returns softmax_state after the keys of key_range. IS_NEW_KV: the keys are the new 16-bit rows themselves."""
     n_block_begin = key_range.begin // cfg.BLOCK_N
@@ -297,21 +302,9 @@ def mainloop(q, softmax_state, K: KVOperand, V: KVOperand, p_page_ids, key_range
         for n_block in tl.range(n_block_begin, unmasked_begin, num_stages=1):
             page_ids = load_page_ids_if_paged(p_page_ids, n_block, key_range.end, IS_NEW_KV, cfg)
             softmax_state = attend_kv_block(
-                q,
-                softmax_state,
-                K,
-                V,
-                page_ids,
-                n_block,
-                key_range,
-                q_position,
-                h,
-                scale,
-                softcap,
-                True,
-                IS_NEW_KV,
-                cfg,
-            )
+                q, softmax_state, K, V, page_ids, n_block, key_range, q_position, h, score_scale, softcap, True,
+                IS_NEW_KV, cfg,
+            )  # fmt: skip
         n_block_begin = unmasked_begin
     # Page ids are loaded one iteration ahead, so that no load waits for its own address.
     page_ids = load_page_ids_if_paged(p_page_ids, unmasked_begin, key_range.end, IS_NEW_KV, cfg)
@@ -319,8 +312,9 @@ def mainloop(q, softmax_state, K: KVOperand, V: KVOperand, p_page_ids, key_range
     for n_block in tl.range(unmasked_begin, unmasked_end):
         next_page_ids = load_page_ids_if_paged(p_page_ids, n_block + 1, key_range.end, IS_NEW_KV, cfg)
         softmax_state = attend_kv_block(
-            q, softmax_state, K, V, page_ids, n_block, key_range, q_position, h, scale, softcap, False, IS_NEW_KV, cfg
-        )
+            q, softmax_state, K, V, page_ids, n_block, key_range, q_position, h, score_scale, softcap, False,
+            IS_NEW_KV, cfg,
+        )  # fmt: skip
         page_ids = next_page_ids
     # Masked key blocks, unpipelined
     for i in tl.range(0, unmasked_begin - n_block_begin + n_block_end - unmasked_end, num_stages=1):
@@ -329,6 +323,7 @@ def mainloop(q, softmax_state, K: KVOperand, V: KVOperand, p_page_ids, key_range
         )
         page_ids = load_page_ids_if_paged(p_page_ids, n_block, key_range.end, IS_NEW_KV, cfg)
         softmax_state = attend_kv_block(
-            q, softmax_state, K, V, page_ids, n_block, key_range, q_position, h, scale, softcap, True, IS_NEW_KV, cfg
-        )
+            q, softmax_state, K, V, page_ids, n_block, key_range, q_position, h, score_scale, softcap, True,
+            IS_NEW_KV, cfg,
+        )  # fmt: skip
     return softmax_state

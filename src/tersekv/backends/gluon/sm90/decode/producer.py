@@ -114,8 +114,8 @@ def allocate_smem_kv(tile_cfg: gl.constexpr):
 
 
 @gluon.jit
-def smem_codes_of_mma_tile(smem_codes, i_tile, PACKED_DIM: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns the codes of MMA tile i_tile of the ring: [HEADS_PER_CTA, MMA_KEYS, PACKED_DIM]. A row in shared memory
+def smem_codes_of_mma_tile(smem_codes, i_tile, PACKED_WORDS: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the codes of MMA tile i_tile of the ring: [HEADS_PER_CTA, MMA_KEYS, PACKED_WORDS]. A row in shared memory
     may hold several heads (`tensor_maps.pack_heads_into_swizzle_128b_rows`); a tile may consist of two copies
     (`tensor_maps.make_kv_layout`)."""
     tile = smem_codes.index(i_tile)
@@ -125,9 +125,9 @@ def smem_codes_of_mma_tile(smem_codes, i_tile, PACKED_DIM: gl.constexpr, tile_cf
     TILE_ROWS: gl.constexpr = tile.shape[0]
     if TILE_ROWS < tile_cfg.HEADS_PER_CTA:
         tile = (
-            tile.reshape([TILE_ROWS, tile_cfg.MMA_KEYS, tile_cfg.HEADS_PER_CTA // TILE_ROWS, PACKED_DIM])
+            tile.reshape([TILE_ROWS, tile_cfg.MMA_KEYS, tile_cfg.HEADS_PER_CTA // TILE_ROWS, PACKED_WORDS])
             .permute([0, 2, 1, 3])
-            .reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, PACKED_DIM])
+            .reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, PACKED_WORDS])
         )
     return tile
 

@@ -64,19 +64,19 @@ def acc_layout(cfg, tile_cfg):
 
 
 @gluon.constexpr_function
-def packed_codes_layout(PACKED_DIM, cfg, tile_cfg):
-    """Returns the layout of codes [keys, PACKED_DIM]: a lane has eight of a row, 16 bytes of fp16, without bank
+def packed_codes_layout(PACKED_WORDS, cfg, tile_cfg):
+    """Returns the layout of codes [keys, PACKED_WORDS]: a lane has eight of a row, 16 bytes of fp16, without bank
     conflicts."""
-    lanes = PACKED_DIM * cfg.PACK // 8
+    lanes = PACKED_WORDS * cfg.PACK // 8
     return gl.BlockedLayout([1, 8 // cfg.PACK], [32 // lanes, lanes], [tile_cfg.WARPS_PER_HEAD, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def packed_codes_per_scale_block_layout(PACKED_DIM, cfg, tile_cfg):
+def block_scale_broadcast_layout(PACKED_WORDS, cfg, tile_cfg):
     """Returns the same layout of 4-bit codes as [keys, blocks, 2 halves, 2 packed]."""
     return gl.BlockedLayout(
         [1, 1, 1, 2],
-        [64 // PACKED_DIM, PACKED_DIM // 4, 2, 1],
+        [64 // PACKED_WORDS, PACKED_WORDS // 4, 2, 1],
         [tile_cfg.WARPS_PER_HEAD, 1, 1, 1],
         [3, 2, 1, 0],
     )
@@ -94,9 +94,9 @@ def token_scale_layout(tile_cfg):
 
 
 @gluon.constexpr_function
-def block_scale_layout(PACKED_DIM, tile_cfg):
+def block_scale_layout(PACKED_WORDS, tile_cfg):
     """Returns the layout of block scales [keys, bytes] as loaded: a thread has those of a key."""
-    return gl.BlockedLayout([1, PACKED_DIM // 4], [32, 1], [tile_cfg.WARPS_PER_HEAD, 1], [1, 0])
+    return gl.BlockedLayout([1, PACKED_WORDS // 4], [32, 1], [tile_cfg.WARPS_PER_HEAD, 1], [1, 0])
 
 
 @gluon.jit
@@ -177,13 +177,13 @@ def load_stored_k_or_v_scales(
 ):
     """Loads the stored scales of an n_block's K or V: [BLOCK_N] fp32, or [BLOCK_N, blocks] bytes."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
-    PACKED_DIM: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
+    PACKED_WORDS: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
     page_id, page_slot, m_key = page_slots
     if cfg.INT64_OFFSETS:
         page_slot, kv_head = page_slot.to(gl.int64), kv_head.to(gl.int64)
     o_scales = page_id * SIDE.SCALE_STRIDES[0] + page_slot * SIDE.SCALE_STRIDES[1] + kv_head * SIDE.SCALE_STRIDES[2]
     if cfg.BLOCK_SCALES:
-        o_i = gl.arange(0, PACKED_DIM // 4, gl.SliceLayout(0, block_scale_layout(PACKED_DIM, tile_cfg)))
+        o_i = gl.arange(0, PACKED_WORDS // 4, gl.SliceLayout(0, block_scale_layout(PACKED_WORDS, tile_cfg)))
         p_byte = SCALES.to(gl.pointer_type(gl.uint8), bitcast=True) + o_scales[:, None] + o_i[None, :]
         return gl.load(p_byte, mask=m_key[:, None], other=0)
     else:
@@ -226,19 +226,19 @@ def load_stored_k_and_v_scales(
 
 
 @gluon.jit
-def load_and_expand_block_scales(smem_scales, PACKED_DIM: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Loads block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, PACKED_DIM], in the layout of the
+def load_and_expand_block_scales(smem_scales, PACKED_WORDS: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Loads block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, PACKED_WORDS], in the layout of the
     codes."""
-    L4: gl.constexpr = packed_codes_per_scale_block_layout(PACKED_DIM, cfg, tile_cfg)
+    L4: gl.constexpr = block_scale_broadcast_layout(PACKED_WORDS, cfg, tile_cfg)
     scale_bytes = smem_scales.load(gl.SliceLayout(2, gl.SliceLayout(3, L4))).to(gl.int16)
     block_scales = gl.inline_asm_elementwise(BLOCK_SCALE_PTX, "=h,h", [scale_bytes], gl.float16, True, 1)
     block_scales, _ = gl.broadcast(
         block_scales[:, :, None, None],
-        gl.full([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM // 4, 2, 2], 0, gl.float16, L4),
+        gl.full([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS // 4, 2, 2], 0, gl.float16, L4),
     )
     return gl.convert_layout(
-        block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM]),
-        packed_codes_layout(PACKED_DIM, cfg, tile_cfg),
+        block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS]),
+        packed_codes_layout(PACKED_WORDS, cfg, tile_cfg),
         assert_trivial=True,
     )
 
@@ -247,20 +247,20 @@ def load_and_expand_block_scales(smem_scales, PACKED_DIM: gl.constexpr, cfg: gl.
 def convert_stage_to_fp16_in_smem(smem_codes, smem_block_scales, smem_fp16, stage, n_block, num_keys, num_q_rows,
 MASKED: gl.constexpr,
                     IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
-    """Stores a stage's codes as fp16 to shared memory [BLOCK_N, PACK × PACKED_DIM]; invalid keys become zeros if
+    """Stores a stage's codes as fp16 to shared memory [BLOCK_N, PACK × PACKED_WORDS]; invalid keys become zeros if
     MASKED."""
-    PACKED_DIM: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
+    PACKED_WORDS: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
-    L: gl.constexpr = packed_codes_layout(PACKED_DIM, cfg, tile_cfg)
+    L: gl.constexpr = packed_codes_layout(PACKED_WORDS, cfg, tile_cfg)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(SIDE.SMEM_LAYOUT.swizzle_byte_width, 16, 2)
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
         if tile_cfg.COPIES_PER_BUFFER == 2:
-            codes = smem_codes_of_mma_tile(smem_codes[j], stage, PACKED_DIM, tile_cfg).reshape(
-                [tile_cfg.KEYS_PER_BUFFER, PACKED_DIM]
+            codes = smem_codes_of_mma_tile(smem_codes[j], stage, PACKED_WORDS, tile_cfg).reshape(
+                [tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS]
             )
         else:
             codes = reinterpret(
-                smem_codes[j], gl.int16, [tile_cfg.STAGES, tile_cfg.KEYS_PER_BUFFER, PACKED_DIM], LAYOUT
+                smem_codes[j], gl.int16, [tile_cfg.STAGES, tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS], LAYOUT
             ).index(stage)
         packed = codes.load(L)
         o_n = (
@@ -274,19 +274,19 @@ MASKED: gl.constexpr,
         if cfg.BLOCK_SCALES:
             block_scales = load_and_expand_block_scales(
                 smem_block_scales[1 if IS_V else 0].slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER),
-                PACKED_DIM,
+                PACKED_WORDS,
                 cfg, tile_cfg,
             )  # fmt: skip
             if MASKED:
                 block_scales = gl.where(valid, block_scales, 0.0)
             low0, low1, high0, high1 = dequant_e2m1_to_4_operands(packed, block_scales, True)
             x = gl.join(gl.join(low0, high0), gl.join(low1, high1))
-            x = x.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
+            x = x.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
         else:
             low, high = convert_k_codes_to_mma_operands(packed, cfg)
-            x = gl.join(low, high).reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM // 2, 2, 2]).permute([0, 1, 3, 2])
+            x = gl.join(low, high).reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS // 2, 2, 2]).permute([0, 1, 3, 2])
         smem_fp16.slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER).store(
-            x.reshape([tile_cfg.KEYS_PER_BUFFER, cfg.PACK * PACKED_DIM])
+            x.reshape([tile_cfg.KEYS_PER_BUFFER, cfg.PACK * PACKED_WORDS])
         )
 
 

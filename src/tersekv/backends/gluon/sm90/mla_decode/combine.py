@@ -15,8 +15,8 @@ from ....triton.parts.combine import cast_output, compute_acc_scale_and_lse, loa
 from ....triton.parts.project import (
     GROUP,
     accumulate_scaled_group,
-    prefetch_weights,
-    quantize_rows_e4m3,
+    prefetch_weights_and_scales,
+    quantize_rows_e4m3_codes_and_scales,
     store_projection,
 )
 from ....triton.parts.tile_scheduler import split_metadata_ptr
@@ -143,8 +143,10 @@ def combine_project_kernel(
     columns by e4m3 weights. Unsplit rows are read from LATENTS. Weights are prefetched before the PDL wait."""
     gdc_launch_dependents()
     h = tl.program_id(0)
-    _, weights, scales = prefetch_weights((W, stride_wh, stride_wn, W_SCALE, stride_sh, stride_sn), h.to(tl.int64), 0,
-                                          PROJECTED_COLUMNS, cfg.DV, PROJECTED_COLUMNS, 4)  # fmt: skip
+    _, weights, scales = prefetch_weights_and_scales(
+        (W, stride_wh, stride_wn, W_SCALE, stride_sh, stride_sn), h.to(tl.int64), 0, PROJECTED_COLUMNS, cfg.DV,
+        PROJECTED_COLUMNS, 4,
+    )  # fmt: skip
     o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     gdc_wait()
     i_work_tile, o_r, is_row = work_tile_row_and_validity_of_tokens(CU_SEQLENS_Q, o_m, h, T, B, max_m_blocks, cfg)
@@ -166,7 +168,7 @@ def combine_project_kernel(
     )
     latents = tl.where(is_split[:, None], cast_output(latents, LATENTS, cfg), unsplit_latents)
     # Quantize and project.
-    codes, x_scales = quantize_rows_e4m3(tl.reshape(latents, [4 * BLOCK_M, GROUP]), True)
+    codes, x_scales = quantize_rows_e4m3_codes_and_scales(tl.reshape(latents, [4 * BLOCK_M, GROUP]), True)
     codes, x_scales = (
         split_into_four_column_blocks(tl.reshape(codes, [BLOCK_M, 4 * GROUP])),
         split_into_four_column_blocks(tl.reshape(x_scales, [BLOCK_M, 4])),

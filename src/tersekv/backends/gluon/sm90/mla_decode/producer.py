@@ -21,7 +21,7 @@ SCALE_COLUMNS = gl.constexpr(6)  # rows of score_scales of a stage
 MIN_SCALE = gl.constexpr(1e-30)  # of a key's chunks: its reciprocal is finite
 
 
-class ScalePrefetch(NamedTuple):
+class PreparedScalesAndFirstQ(NamedTuple):
     """Extra work of the producer: let the first query load before the second tile; prepare group scales."""
 
     first_q_full: gl.shared_memory_descriptor  # full barrier of the first query
@@ -60,12 +60,15 @@ def scale_layout(num_warps):
 
 
 @gluon.jit
-def store_score_scales_and_v_scale_ratios(group_scales, smem_score_scales, smem_v_scale_ratios, stage, num_valid):
+def store_group_scales_max_and_v_ratios(
+    group_scales, smem_scales_log2_max_and_inv_max, smem_ratios_to_max, stage, num_valid
+):
     """Stores a tile's group scales in shared memory; past the last key they are 1.
 
     group_scales: fp32 [BLOCK_N, 4] in `scale_layout`
-    smem_score_scales: fp32 [SCALE_COLUMNS * STAGES, BLOCK_N], for QK: the four scales, log2 of the largest, 1 / largest
-    smem_v_scale_ratios: fp16 [4 * STAGES, BLOCK_N], for PV: the four scales over the largest
+    smem_scales_log2_max_and_inv_max: fp32 [SCALE_COLUMNS * STAGES, BLOCK_N], for QK: the four scales, log2 of the
+        largest, 1 / largest
+    smem_ratios_to_max: fp16 [4 * STAGES, BLOCK_N], for PV: the four scales over the largest
     """
     L: gl.constexpr = scale_layout(gl.num_warps())
     BLOCK_N: gl.constexpr = group_scales.shape[0]
@@ -73,28 +76,30 @@ def store_score_scales_and_v_scale_ratios(group_scales, smem_score_scales, smem_
     group_scales = gl.where(is_valid[:, None], group_scales, 1.0)
     max_scale = gl.maximum(gl.max(gl.abs(group_scales), 1), MIN_SCALE)
     inv_scale = 1.0 / max_scale
-    smem_score_scales.index(SCALE_COLUMNS * stage + 4).store(gl.log2(max_scale))
-    smem_score_scales.index(SCALE_COLUMNS * stage + 5).store(inv_scale)
+    smem_scales_log2_max_and_inv_max.index(SCALE_COLUMNS * stage + 4).store(gl.log2(max_scale))
+    smem_scales_log2_max_and_inv_max.index(SCALE_COLUMNS * stage + 5).store(inv_scale)
     even, odd = gl.split(gl.reshape(group_scales, [BLOCK_N, 2, 2]))
     s0, s2 = gl.split(even)
     s1, s3 = gl.split(odd)
     scales = (s0, s1, s2, s3)
     for i in gl.static_range(4):
         group_scale = scales[i]
-        smem_score_scales.index(SCALE_COLUMNS * stage + i).store(group_scale)
+        smem_scales_log2_max_and_inv_max.index(SCALE_COLUMNS * stage + i).store(group_scale)
         ratio = group_scale * gl.convert_layout(inv_scale, group_scale.type.layout)
-        smem_v_scale_ratios.index(4 * stage + i).store(ratio.to(gl.float16))
+        smem_ratios_to_max.index(4 * stage + i).store(ratio.to(gl.float16))
 
 
 @gluon.jit
 def tensor_copy_producer(
-    tensor_maps, page_lookup, full, empty, smem_kv, cta_range, scale_prefetch, STAGES: gl.constexpr, cfg: gl.constexpr
-):
+    tensor_maps, page_lookup, full, empty, smem_kv, cta_range, prepared_scales_and_first_q, STAGES: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
     """Copies every tile of the CTA range.
 
-    full: one barrier per stage or more, used in rotation; scale_prefetch: empty, or a ScalePrefetch
+    full: one barrier per stage or more, used in rotation
+    prepared_scales_and_first_q: empty, or a PreparedScalesAndFirstQ
     """
-    PREPARES_SCALES: gl.constexpr = len(scale_prefetch) > 0
+    PREPARES_SCALES: gl.constexpr = len(prepared_scales_and_first_q) > 0
     NUM_FULL_BARRIERS: gl.constexpr = full.shape[0]
     CKV_MAP, KPE_MAP, SCALES_MAP = tensor_maps
     block, block_end, i_request, n_block_base = (
@@ -126,7 +131,7 @@ def tensor_copy_producer(
             mbarrier.wait(empty.index(stage), ((kv_iter // STAGES) & 1) ^ 1)
             if PREPARES_SCALES:  # noqa: SIM102 - known to the compiler, unlike the other
                 if kv_iter == 1:
-                    mbarrier.wait(scale_prefetch.first_q_full.index(0), 0)
+                    mbarrier.wait(prepared_scales_and_first_q.first_q_full.index(0), 0)
             # Copy the tile.
             full_barrier = full.index(kv_iter % NUM_FULL_BARRIERS)
             mbarrier.expect(full_barrier, STAGE_BYTES)
@@ -144,22 +149,23 @@ def tensor_copy_producer(
             # Wait for the tile and prepare its group scales.
             if cfg.GROUP_SCALES and PREPARES_SCALES:
                 mbarrier.wait(full_barrier, (kv_iter // NUM_FULL_BARRIERS) & 1)
-                store_score_scales_and_v_scale_ratios(
-                    smem_kv.scales.index(stage).load(scale_layout(gl.num_warps())), scale_prefetch.score_scales,
-                    scale_prefetch.v_scale_ratios, stage, num_keys - n_block * cfg.BLOCK_N,
+                store_group_scales_max_and_v_ratios(
+                    smem_kv.scales.index(stage).load(scale_layout(gl.num_warps())),
+                    prepared_scales_and_first_q.score_scales, prepared_scales_and_first_q.v_scale_ratios, stage,
+                    num_keys - n_block * cfg.BLOCK_N,
                 )  # fmt: skip
-                sync_and_arrive(scale_prefetch.scales_full.index(stage))
+                sync_and_arrive(prepared_scales_and_first_q.scales_full.index(stage))
             kv_iter += 1
         block += work_tile.n_block_end - work_tile.n_block_begin
 
 
 @gluon.jit
 def listed_rows_producer(
-    cache_rows, listed_rows_lookup, full, empty, smem_kv, cta_range, scale_prefetch, STAGES: gl.constexpr,
+    cache_rows, listed_rows_lookup, full, empty, smem_kv, cta_range, prepared_scales_and_first_q, STAGES: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Copies every tile of the CTA range by rows (`gather`). listed_rows_lookup: its table has a cache row per key."""
-    PREPARES_SCALES: gl.constexpr = len(scale_prefetch) > 0 and cfg.GROUP_SCALES
+    PREPARES_SCALES: gl.constexpr = len(prepared_scales_and_first_q) > 0 and cfg.GROUP_SCALES
     NUM_FULL_BARRIERS: gl.constexpr = full.shape[0]
     CKV_COLUMNS: gl.constexpr = smem_kv.latents.shape[2]
     CKV_BITS: gl.constexpr = smem_kv.latents.dtype.primitive_bitwidth
@@ -221,22 +227,26 @@ def listed_rows_producer(
                 )
             signal_copies(full.index(kv_iter % NUM_FULL_BARRIERS))
             if PREPARES_SCALES:
-                store_score_scales_and_v_scale_ratios(
-                    group_scales, scale_prefetch.score_scales, scale_prefetch.v_scale_ratios, stage,
-                    num_keys - n_block * cfg.BLOCK_N,
+                store_group_scales_max_and_v_ratios(
+                    group_scales, prepared_scales_and_first_q.score_scales, prepared_scales_and_first_q.v_scale_ratios,
+                    stage, num_keys - n_block * cfg.BLOCK_N,
                 )  # fmt: skip
-                sync_and_arrive(scale_prefetch.scales_full.index(stage))
+                sync_and_arrive(prepared_scales_and_first_q.scales_full.index(stage))
             kv_iter += 1
         block += work_tile.n_block_end - work_tile.n_block_begin
 
 
 @gluon.jit
 def producer(
-    tensor_maps, cache_rows, page_lookup, full, empty, smem_kv, cta_range, scale_prefetch, STAGES: gl.constexpr,
-    cfg: gl.constexpr,
+    tensor_maps, cache_rows, page_lookup, full, empty, smem_kv, cta_range, prepared_scales_and_first_q,
+    STAGES: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Copies every tile of the CTA range: by tensor maps, or listed keys by their rows."""
     if cfg.GATHER_ROWS:
-        listed_rows_producer(cache_rows, page_lookup, full, empty, smem_kv, cta_range, scale_prefetch, STAGES, cfg)
+        listed_rows_producer(
+            cache_rows, page_lookup, full, empty, smem_kv, cta_range, prepared_scales_and_first_q, STAGES, cfg
+        )
     else:
-        tensor_copy_producer(tensor_maps, page_lookup, full, empty, smem_kv, cta_range, scale_prefetch, STAGES, cfg)
+        tensor_copy_producer(
+            tensor_maps, page_lookup, full, empty, smem_kv, cta_range, prepared_scales_and_first_q, STAGES, cfg
+        )

@@ -196,7 +196,7 @@ def load_and_dequant_v_chunk(ckv, stage, i: gl.constexpr, O: gl.constexpr, cfg: 
 
 
 @gluon.jit
-def sum_query_terms(s, SCORE_LAYOUT: gl.constexpr, Q_TERMS: gl.constexpr):
+def sum_scores_of_query_terms(s, SCORE_LAYOUT: gl.constexpr, Q_TERMS: gl.constexpr):
     """Returns scores summed over the query's terms: fp32 [BLOCK_N, ROWS]."""
     if Q_TERMS == 2:
         BLOCK_N: gl.constexpr = s.shape[0]
@@ -237,11 +237,11 @@ def compute_scores_and_first_v_fp8(smem_kv, stage, q, opaque_zero, Q_TERMS: gl.c
             q_i = q_nope.index(opaque_zero + i).permute((1, 0))
             x = warpgroup_mma(ckv.index(stage * CHUNKS + i), q_i, zero, use_acc=False, is_async=True)
         s += warpgroup_mma_wait(0, [x])
-    return sum_query_terms(s, SCORE_LAYOUT, Q_TERMS), first_v
+    return sum_scores_of_query_terms(s, SCORE_LAYOUT, Q_TERMS), first_v
 
 
 @gluon.jit
-def load_group_scales(smem_scales, num_valid, COLUMN: gl.constexpr):
+def load_four_group_scale_vectors(smem_scales, num_valid, VECTOR_LAYOUT: gl.constexpr):
     """Loads the four scales of each key of a tile, [BLOCK_N] each; 1 past the last key."""
     # Each thread holds the scales of its two rows of scores.
     L: gl.constexpr = gl.DistributedLinearLayout(
@@ -254,8 +254,8 @@ def load_group_scales(smem_scales, num_valid, COLUMN: gl.constexpr):
     s0, s2 = gl.split(even)
     s1, s3 = gl.split(odd)
     return (
-        gl.convert_layout(s0, COLUMN), gl.convert_layout(s1, COLUMN), gl.convert_layout(s2, COLUMN),
-        gl.convert_layout(s3, COLUMN),
+        gl.convert_layout(s0, VECTOR_LAYOUT), gl.convert_layout(s1, VECTOR_LAYOUT),
+        gl.convert_layout(s2, VECTOR_LAYOUT), gl.convert_layout(s3, VECTOR_LAYOUT),
     )  # fmt: skip
 
 
@@ -281,13 +281,13 @@ def compute_scores_with_group_scales(smem_kv, stage, q, opaque_zero, scales, Q_T
         partial_scores = warpgroup_mma_wait(0, partial_scores)
         s = partial_scores[0]
         for i in gl.static_range(CHUNKS):
-            s += sum_query_terms(partial_scores[i + 1], SCORE_LAYOUT, Q_TERMS) * scales[i][:, None]
+            s += sum_scores_of_query_terms(partial_scores[i + 1], SCORE_LAYOUT, Q_TERMS) * scales[i][:, None]
     else:
         s = warpgroup_mma_wait(0, [s])
         for i in gl.static_range(CHUNKS):
             q_i = q_nope.index(opaque_zero + i).permute((1, 0))
             x = warpgroup_mma(ckv.index(stage * CHUNKS + i), q_i, zero, use_acc=False, is_async=True)
-            s += sum_query_terms(warpgroup_mma_wait(0, [x]), SCORE_LAYOUT, Q_TERMS) * scales[i][:, None]
+            s += sum_scores_of_query_terms(warpgroup_mma_wait(0, [x]), SCORE_LAYOUT, Q_TERMS) * scales[i][:, None]
     return s
 
 
@@ -430,7 +430,7 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, kv_iter, I_
         # QK.
         first_v = ()
         if cfg.GROUP_SCALES:
-            scales = load_group_scales(
+            scales = load_four_group_scale_vectors(
                 smem_kv.scales.index(stage), num_keys - n_block * cfg.BLOCK_N, gl.SliceLayout(1, SCORE_LAYOUT)
             )
             s = (

@@ -49,7 +49,7 @@ from .params import (
     store_partial_stats,
     zero_oob_rows_in_smem,
 )
-from .producer import SCALE_COLUMNS, ScalePrefetch, producer
+from .producer import SCALE_COLUMNS, PreparedScalesAndFirstQ, producer
 
 BLOCK_M = gl.constexpr(64)  # query rows
 BLOCK_N = gl.constexpr(64)  # keys
@@ -158,20 +158,20 @@ def token_head_and_mask_of_rows(o_r, work_tile, h, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_query_row_chunks(tensors, q_block, strides, first_row, STEP: gl.constexpr, WIDTH_PE: gl.constexpr,
+def load_query_row_chunks(tensors, q_block, strides, first_row, NUM_ROWS: gl.constexpr, ROPE_COLUMNS: gl.constexpr,
                           cfg: gl.constexpr):  # fmt: skip
-    """Loads STEP query rows from `first_row` on, as chunks of 128 columns, the rotary part last."""
+    """Loads NUM_ROWS query rows from `first_row` on, as chunks of 128 columns, the rotary part last."""
     CHUNKS: gl.constexpr = cfg.CHUNKS
     WIDTH: gl.constexpr = 2 * cfg.CHUNK
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    o_r = first_row + gl.arange(0, STEP, gl.SliceLayout(1, L))
+    o_r = first_row + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, L))
     tokens, heads, m_row = token_head_and_mask_of_rows(o_r, q_block, q_block.h, cfg)
     p_q_nope = tensors.Q_NOPE + tokens * strides.q_nope_t + heads * strides.q_nope_h
     p_q_pe = tensors.Q_PE + tokens * strides.q_pe_t + heads * strides.q_pe_h
     chunks = ()
     for i in gl.static_range(CHUNKS):
         chunks = chunks + (load_query_chunk(p_q_nope, m_row, i * WIDTH, WIDTH, L),)
-    return chunks + (load_query_chunk(p_q_pe, m_row, 0, WIDTH_PE, L),)
+    return chunks + (load_query_chunk(p_q_pe, m_row, 0, ROPE_COLUMNS, L),)
 
 
 @gluon.jit
@@ -198,10 +198,10 @@ def query_inv_scales_and_q_scales(chunks, negate, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def view_smem_rows_in_steps(x, STEP: gl.constexpr):
+def view_smem_rows_in_steps(x, ROWS_PER_STEP: gl.constexpr):
     """Returns a view of query rows in shared memory in steps of STEP rows."""
-    NUM_STEPS: gl.constexpr = x.shape[0] * x.shape[1] // STEP
-    return reinterpret(x, x.dtype, [NUM_STEPS, STEP, x.shape[2]], x.layout)
+    NUM_STEPS: gl.constexpr = x.shape[0] * x.shape[1] // ROWS_PER_STEP
+    return reinterpret(x, x.dtype, [NUM_STEPS, ROWS_PER_STEP, x.shape[2]], x.layout)
 
 
 @gluon.jit
@@ -371,7 +371,7 @@ def compute_scores_with_group_scales(smem_kv, q, stage, opaque_zero, score_scale
                           Q_TERMS: gl.constexpr, SCORE_LAYOUT: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Returns QK where each chunk of a key has a scale and the rotary part is bf16: fp32 [BLOCK_M, BLOCK_N].
 
-    `store_score_scales_and_v_scale_ratios` stores score_scales and signals scales_full.
+    `store_group_scales_max_and_v_ratios` stores score_scales and signals scales_full.
     """
     CHUNKS: gl.constexpr = cfg.CHUNKS
     ckv, k_pe = smem_kv.latents, smem_kv.pe
@@ -638,21 +638,23 @@ def rescale_acc_if_flagged(acc_o, smem_rescale, rescale_flag, ACC_LAYOUT: gl.con
 
 @gluon.jit
 def wait_p_rescale_and_accumulate_pv(acc_o, smem_packed_v, first_chunk, buffers, p_full, p_iter,
-                                     ACC: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+                                     ACC_LAYOUT: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Waits for P and returns acc_o + V × P, the last MMAs in flight."""
     smem_p, v_scale_ratios = buffers.smem_p, buffers.v_scale_ratios
     p_stage = p_iter % P_STAGES
-    packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk, 0, ACC)
+    packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk, 0, ACC_LAYOUT)
     if not cfg.GROUP_SCALES:  # ratios are ready only with P
         v = dequant_v_times_scale_ratios(packed, v_scale_ratios, 0, cfg)
     mbarrier.wait(p_full.index(p_stage), (p_iter // P_STAGES) & 1)
-    acc_o = rescale_acc_if_flagged(acc_o, buffers.rescales.index(p_stage), buffers.rescale_flags.index(p_stage), ACC)
+    acc_o = rescale_acc_if_flagged(
+        acc_o, buffers.rescales.index(p_stage), buffers.rescale_flags.index(p_stage), ACC_LAYOUT
+    )
     if cfg.GROUP_SCALES:
         v = dequant_v_times_scale_ratios(packed, v_scale_ratios.index(first_chunk), 0, cfg)
     for i in gl.static_range(CHUNKS_PER_WARPGROUP):
         for key_half in gl.static_range(KEY_HALVES):
             if i + key_half > 0:
-                packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk + i, key_half, ACC)
+                packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk + i, key_half, ACC_LAYOUT)
                 acc_o = warpgroup_mma_wait(0, acc_o)
                 v = dequant_v_times_scale_ratios(packed, v_scale_ratios.index(first_chunk + i), key_half, cfg)
             p = smem_p.index(KEY_HALVES * p_stage + key_half).permute((1, 0))
@@ -867,7 +869,9 @@ def mla_decode_three_warpgroups_kernel(
     )
     q, smem_kv = QuerySmem(q_nope, q_pe), SmemKV(ckv, k_pe, scales)
     buffers = SharedBuffers(smem_p, rescales, rescale_flags, q_scales, score_scales, v_scale_ratios, smem_uniform)
-    scale_prefetch = ScalePrefetch(mbarriers.first_q_full, score_scales, v_scale_ratios, mbarriers.scales_full)
+    prepared_scales_and_first_q = PreparedScalesAndFirstQ(
+        mbarriers.first_q_full, score_scales, v_scale_ratios, mbarriers.scales_full
+    )
     # With an 8-bit rotary part half of QK is of second terms: those MMAs overlap the previous softmax. Without second
     # terms, or with scales, which need registers, PV of the previous tile does.
     PREFETCH_QK: gl.constexpr = Q_TERMS == 2 and not cfg.GROUP_SCALES
@@ -877,7 +881,7 @@ def mla_decode_three_warpgroups_kernel(
     gl.warp_specialize(
         [
             (producer, (tensor_maps, cache_rows, page_lookup, mbarriers.full, mbarriers.empty, smem_kv, cta_range,
-                        scale_prefetch, STAGES, cfg)),
+                        prepared_scales_and_first_q, STAGES, cfg)),
             (qk_softmax_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales, cta_range, strides, STAGES,
                                     PREFETCH_QK, Q_TERMS, cfg)),
             (pv_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales.score_scale, cta_range, strides, 0,

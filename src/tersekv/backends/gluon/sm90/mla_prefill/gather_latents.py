@@ -20,7 +20,7 @@ from ....triton.mla_prefill.gather_latents import (
     chunk_offset_args,
     fp8_to_fp32,
     load_dequantized_latent,
-    quantize_latent_groups,
+    quantize_latent_codes_and_group_scales,
 )
 from ....triton.mla_prefill.rope_norm_store import empty_output_args, store_empty_output
 from ....triton.parts.latent_rows import (
@@ -28,7 +28,7 @@ from ....triton.parts.latent_rows import (
     find_request_of_row,
     k_pe_storage_kind,
     latent_cache_args,
-    lookup_page_slot,
+    lookup_page_slot_and_validity,
     rope_query_args,
 )
 from ....triton.parts.token_rows import pdl_wait_and_launch
@@ -120,7 +120,7 @@ def gather_latents_kernel(
     valid = (b < B) & (i_row >= first_row)
     i_request = tl.where(valid, b, 0)
     position = tl.load(CACHE_OFFSETS + i_request, mask=valid, other=0).to(tl.int64) + i_row - first_row
-    page, page_slot, valid = lookup_page_slot(
+    page, page_slot, valid = lookup_page_slot_and_validity(
         PAGE_TABLE, i_request, position, valid, max_pages, num_pages, PAGE, stride_table
     )
     p_c = CKV + page * stride_cp + page_slot * stride_cs
@@ -141,7 +141,7 @@ def gather_latents_kernel(
         tl.store(MAY_HAVE_NAN + i_row, tl.max((latent != latent).to(tl.int32), 0))
     # Store codes and scales, or 16-bit latents; then the rotary part
     if SCALES_OUT is not None:
-        codes, scale = quantize_latent_groups(latent, L_PAD, NATIVE_FP8_CAST)
+        codes, scale = quantize_latent_codes_and_group_scales(latent, L_PAD, NATIVE_FP8_CAST)
         o_g = tl.arange(0, L_PAD // GROUP)
         tl.store(SCALES_OUT + o_g.to(tl.int64) * stride_scales_out + i_row, scale, mask=o_g < L // GROUP)
         tl.store(CODES_OUT + i_row * L + o_l, codes, mask=o_l < L)

@@ -123,12 +123,13 @@ def blockwise_hadamard_unnormalized_unpacked(
 
 
 @gluon.jit
-def load_column_scales(
-    SIGNS, CHANNEL_SCALES, kv_heads, o_d, D: gl.constexpr, rotation: gl.constexpr, INVERSE: gl.constexpr = False
-):
+def load_signs_times_channel_scales(
+    SIGNS, CHANNEL_SCALES, kv_heads, o_d, D: gl.constexpr, rotation: gl.constexpr,
+    INVERT_CHANNEL_SCALES: gl.constexpr = False,
+):  # fmt: skip
     """Returns the scales of columns o_d of KV heads: channel scales, and signs / sqrt(HADAMARD_SIZE).
 
-    INVERSE: reciprocals of the channel scales, for rows that are scaled as the cache's
+    INVERT_CHANNEL_SCALES: reciprocals of the channel scales, for rows that are scaled as the cache's
     """
     HADAMARD_SIZE: gl.constexpr = D & -D
     INV_SQRT: gl.constexpr = HADAMARD_SIZE**-0.5
@@ -136,7 +137,7 @@ def load_column_scales(
         scales = gl.load(
             CHANNEL_SCALES + kv_heads.to(gl.int64) * rotation.CHANNEL_SCALES_STRIDE + o_d, mask=o_d < D, other=1.0
         )
-        if INVERSE:
+        if INVERT_CHANNEL_SCALES:
             scales = 1.0 / scales
         if rotation.ROTATED:
             scales = scales * (gl.load(SIGNS + o_d % HADAMARD_SIZE) * INV_SQRT)
@@ -186,7 +187,7 @@ def _load_column_scales_of_k_or_v(
         o_head, o_d = gl.broadcast(
             heads, head_column_of_converted_column(position, cfg) if tile_cfg.LARGE_M else NUM_TILES * position + j
         )
-        scales = scales + (load_column_scales(tensors[0], tensors[1], o_head, o_d, D, rotation),)
+        scales = scales + (load_signs_times_channel_scales(tensors[0], tensors[1], o_head, o_d, D, rotation),)
     return scales
 
 
@@ -271,7 +272,9 @@ def scale_and_rotate_query_rows(x, rotation, kv_head, cfg: gl.constexpr):
     o_d = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     x = (
         x
-        * load_column_scales(rotation.K_SIGNS, rotation.K_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM, ROTATION)[None, :]
+        * load_signs_times_channel_scales(
+            rotation.K_SIGNS, rotation.K_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM, ROTATION
+        )[None, :]
     )
     if ROTATION.ROTATED:
         x = blockwise_hadamard_unnormalized(x, 1, cfg.HEAD_DIM & -cfg.HEAD_DIM)
@@ -287,9 +290,9 @@ def unrotate_and_scale_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr):
     o_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
     return (
         acc
-        * load_column_scales(rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION)[
-            None, :
-        ]
+        * load_signs_times_channel_scales(
+            rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION
+        )[None, :]
     )
 
 
@@ -300,9 +303,9 @@ def unscale_and_rotate_new_v_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr)
     o_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
     acc = (
         acc
-        * load_column_scales(rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION, True)[
-            None, :
-        ]
+        * load_signs_times_channel_scales(
+            rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION, True
+        )[None, :]
     )
     if ROTATION.ROTATED:
         acc = blockwise_hadamard_unnormalized(acc, 1, cfg.HEAD_DIM_V & -cfg.HEAD_DIM_V)

@@ -116,18 +116,18 @@ def second_column_half_consumer_new_kv(
 
 @gluon.jit
 def second_consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-                    DTYPE: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+                    Q_DTYPE: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Runs the second consumer: of other columns, or of other rows."""
     if cfg.COLUMN_SPLIT:
         second_column_half_consumer(tensors[0], strides, q_stages, tile_info, v_stages, shared_p, cfg)
     else:
         consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-                 I_CONSUMER, DTYPE, cfg)  # fmt: skip
+                 I_CONSUMER, Q_DTYPE, cfg)  # fmt: skip
 
 
 @gluon.jit
 def second_consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
-                           shared_p, DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr,
+                           shared_p, Q_DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr,
                            new_cfg: gl.constexpr):  # fmt: skip
     """Does `second_consumer` where K and V of the new tokens are arguments of the call."""
     if cfg.COLUMN_SPLIT:
@@ -136,4 +136,4 @@ def second_consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k
         )
     else:
         consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-                        I_CONSUMER, DTYPE, NEW_DTYPE, cfg, new_cfg)  # fmt: skip
+                        I_CONSUMER, Q_DTYPE, NEW_DTYPE, cfg, new_cfg)  # fmt: skip

@@ -104,20 +104,20 @@ _BLOCK_SCALE_PTX = gl.constexpr(
 
 
 @gluon.constexpr_function
-def _packed_per_lane(PACKED_DIM):
-    return max(2, min(4, PACKED_DIM // 4))
+def _packed_per_lane(PACKED_WORDS):
+    return max(2, min(4, PACKED_WORDS // 4))
 
 
 @gluon.constexpr_function
-def packed_codes_layout(PACKED_DIM):
+def packed_codes_layout(PACKED_WORDS):
     """Returns the layout of packed codes [BLOCK_N, W]: lanes read eight keys in different banks."""
-    return gl.BlockedLayout([1, _packed_per_lane(PACKED_DIM)], [8, 4], [4, 1], [0, 1])
+    return gl.BlockedLayout([1, _packed_per_lane(PACKED_WORDS)], [8, 4], [4, 1], [0, 1])
 
 
 @gluon.constexpr_function
-def packed_codes_per_scale_block_layout(PACKED_DIM):
+def block_scale_broadcast_layout(PACKED_WORDS):
     """Returns `packed_codes_layout` of 4-bit codes viewed as [BLOCK_N, blocks, 2]."""
-    return gl.BlockedLayout([1, _packed_per_lane(PACKED_DIM) // 2, 2], [8, 4, 1], [4, 1, 1], [2, 0, 1])
+    return gl.BlockedLayout([1, _packed_per_lane(PACKED_WORDS) // 2, 2], [8, 4, 1], [4, 1, 1], [2, 0, 1])
 
 
 @gluon.jit
@@ -148,14 +148,14 @@ def _mul_f16x2(x, scales):
 def _dequant_e2m1x8_to_f16x2x4_div_64(packed_words, scale_bytes):
     """Returns e2m1 codes × block scales × 2^-6, as four registers."""
     NUM_KEYS: gl.constexpr = packed_words.shape[0]
-    PACKED_DIM: gl.constexpr = packed_words.shape[1]
+    PACKED_WORDS: gl.constexpr = packed_words.shape[1]
     scales = gl.inline_asm_elementwise(_BLOCK_SCALE_PTX, "=r,r", [scale_bytes.to(gl.int32)], gl.int32, True, 1)
     scales, _ = gl.broadcast(
         scales[:, :, None],
-        gl.full([NUM_KEYS, PACKED_DIM // 2, 2], 0, gl.int32, packed_codes_per_scale_block_layout(PACKED_DIM)),
+        gl.full([NUM_KEYS, PACKED_WORDS // 2, 2], 0, gl.int32, block_scale_broadcast_layout(PACKED_WORDS)),
     )
     scales = gl.convert_layout(
-        scales.reshape([NUM_KEYS, PACKED_DIM]), packed_codes_layout(PACKED_DIM), assert_trivial=True
+        scales.reshape([NUM_KEYS, PACKED_WORDS]), packed_codes_layout(PACKED_WORDS), assert_trivial=True
     )
     return gl.inline_asm_elementwise(
         _E2M1_PTX, "=&r,=&r,=&r,=&r,r,r", [packed_words, scales], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
@@ -196,7 +196,7 @@ def dequant_rows_to_f16x2(packed, row_scales, IS_V: gl.constexpr, stored_format:
     row_scales: from `pack_v_scale_and_zero_points`, or bytes of block scales
     """
     NUM_KEYS: gl.constexpr = packed.shape[0]
-    PACKED_DIM: gl.constexpr = packed.shape[1]
+    PACKED_WORDS: gl.constexpr = packed.shape[1]
     if stored_format.PACK == 4:
         if stored_format.BLOCK_SCALES:
             gl.static_assert(stored_format.CODE == "e2m1", "a code that this kernel does not know")
@@ -204,13 +204,13 @@ def dequant_rows_to_f16x2(packed, row_scales, IS_V: gl.constexpr, stored_format:
         else:
             gl.static_assert(stored_format.CODE == "int4", "a code that this kernel does not know")
             x = _dequant_int4x8_to_f16x2x4(packed, row_scales, IS_V)
-        return gl.join(gl.join(x[0], x[2]), gl.join(x[1], x[3])).reshape([NUM_KEYS, 4 * PACKED_DIM])
+        return gl.join(gl.join(x[0], x[2]), gl.join(x[1], x[3])).reshape([NUM_KEYS, 4 * PACKED_WORDS])
     else:
         low, high = _convert_8bit_x4_to_f16x2x2_unscaled(packed, stored_format)
         if stored_format.TOKEN_SCALES and IS_V:
             scales = copy_low_16_bits_to_high(row_scales)[:, None]
             low, high = _mul_f16x2(low, scales), _mul_f16x2(high, scales)
-        return gl.join(low, high).reshape([NUM_KEYS, 2 * PACKED_DIM])
+        return gl.join(low, high).reshape([NUM_KEYS, 2 * PACKED_WORDS])
 
 
 # ---- stored scales ----
@@ -339,9 +339,9 @@ def dequant_tile_to_16bit(
     dequant_scales: of the tile's rows, as `dequant_rows_to_f16x2` takes them
     k_scales_to_store: (stages, token scales of K, the tile's iter), stored once the K stage is free
     """
-    PACKED_DIM: gl.constexpr = code_stages.tiles.shape[2] // 2
+    PACKED_WORDS: gl.constexpr = code_stages.tiles.shape[2] // 2
     SIDE: gl.constexpr = cfg.V if IS_V else cfg.K
-    L: gl.constexpr = packed_codes_layout(PACKED_DIM)
+    L: gl.constexpr = packed_codes_layout(PACKED_WORDS)
     # Wait for the codes and for a free 16-bit stage.
     NUM_STAGES: gl.constexpr = stages.tiles.shape[0]
     code_tile = view_as_int32(code_stages).index(consumer_wait(code_stages.full_barriers, code_iter, cfg.CODE_STAGES))
@@ -357,7 +357,7 @@ def dequant_tile_to_16bit(
             packed = gl.where(((o_n >= key_begin) & (o_n < key_end))[:, None], packed, 0)
     row_scales = o_n
     if SIDE.BLOCK_SCALES:
-        row_scales = dequant_scales.load(gl.SliceLayout(2, packed_codes_per_scale_block_layout(PACKED_DIM)))
+        row_scales = dequant_scales.load(gl.SliceLayout(2, block_scale_broadcast_layout(PACKED_WORDS)))
     elif SIDE.TOKEN_SCALES and (IS_V or SIDE.CODE == "int4"):
         row_scales = dequant_scales.load(gl.SliceLayout(1, L)).to(gl.int32)
     # Dequantize, signal full, release the codes.
@@ -382,7 +382,7 @@ def transpose_v_tile_and_zero_oob_keys(
     code_stages, v_stages, iter, code_iter, key_begin, key_end, is_edge, cfg: gl.constexpr
 ):
     """Transposes a tile of V codes to [columns, keys]; at an edge, keys outside [key_begin, key_end) become 0."""
-    PACKED_DIM: gl.constexpr = code_stages.tiles.shape[2]
+    PACKED_WORDS: gl.constexpr = code_stages.tiles.shape[2]
     L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]), 2)
     code_tile = code_stages.tiles.index(consumer_wait(code_stages.full_barriers, code_iter, cfg.CODE_STAGES))
     packed = code_tile.permute((1, 0)).load(L)
@@ -391,7 +391,7 @@ def transpose_v_tile_and_zero_oob_keys(
         packed = gl.where(((o_n >= key_begin) & (o_n < key_end))[None, :], packed, 0)
     a, b = split_keys_by_eight(packed)
     even, odd = gl.inline_asm_elementwise(_TRANSPOSE_PTX, "=&r,=&r,r,r", [a, b], (gl.int16, gl.int16), True, 2)
-    transposed = gl.reshape(gl.permute(gl.join(even, odd), (0, 3, 1, 2)), [2 * PACKED_DIM, cfg.BLOCK_N // 2])
+    transposed = gl.reshape(gl.permute(gl.join(even, odd), (0, 3, 1, 2)), [2 * PACKED_WORDS, cfg.BLOCK_N // 2])
     v_tile = v_stages.tiles.index(producer_acquire(v_stages.empty_barriers, iter, cfg.STAGES))
     v_tile.store(transposed)
     fence_async_shared()

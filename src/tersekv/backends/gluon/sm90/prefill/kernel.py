@@ -83,8 +83,8 @@ def view_as_e4m3(stages):
 
 @gluon.jit
 def warp_specialize_with_new_kv(tensors, call_scales, strides, smem_stages, code_stages, stored_scales, tensor_maps,
-                                new_maps, lengths, B, DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr,
-                                new_cfg: gl.constexpr):  # fmt: skip
+                                new_maps, page_table_and_lengths, B, Q_DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr,
+                                cfg: gl.constexpr, new_cfg: gl.constexpr):  # fmt: skip
     """Runs all warp roles where K and V of the new tokens are arguments of the call."""
     q_stages, tile_info, k_stages, v_stages, shared_p = smem_stages
     new_kv_stages = (k_stages, v_stages)
@@ -95,14 +95,14 @@ def warp_specialize_with_new_kv(tensors, call_scales, strides, smem_stages, code
                              cfg)),
                 (consumer_new_kv, (
                     tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p, 0,
-                    DTYPE, NEW_DTYPE, cfg, new_cfg,
+                    Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
                 )),
                 (second_consumer_new_kv, (
                     tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-                    DTYPE, NEW_DTYPE, cfg, new_cfg,
+                    Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
                 )),
-                (producer, (tensor_maps, new_maps, lengths, B, stored_scales.stride_table_b, q_stages, tile_info,
-                            code_stages[0], code_stages[1], new_kv_stages, 3, cfg)),
+                (producer, (tensor_maps, new_maps, page_table_and_lengths, B, stored_scales.stride_table_b, q_stages,
+                            tile_info, code_stages[0], code_stages[1], new_kv_stages, 3, cfg)),
             ],
             [4, 4, 1], [cfg.CONSUMER_REGISTERS, cfg.SECOND_CONSUMER_REGISTERS, 24],
         )  # fmt: skip
@@ -111,14 +111,14 @@ def warp_specialize_with_new_kv(tensors, call_scales, strides, smem_stages, code
             [
                 (consumer_new_kv, (
                     tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p, 0,
-                    DTYPE, NEW_DTYPE, cfg, new_cfg,
+                    Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
                 )),
                 (second_consumer_new_kv, (
                     tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-                    DTYPE, NEW_DTYPE, cfg, new_cfg,
+                    Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
                 )),
-                (producer, (tensor_maps, new_maps, lengths, B, stored_scales.stride_table_b, q_stages, tile_info,
-                            k_stages, v_stages, new_kv_stages, 2, cfg)),
+                (producer, (tensor_maps, new_maps, page_table_and_lengths, B, stored_scales.stride_table_b, q_stages,
+                            tile_info, k_stages, v_stages, new_kv_stages, 2, cfg)),
             ],
             [4, 1], [cfg.SECOND_CONSUMER_REGISTERS, 24],
         )  # fmt: skip
@@ -156,7 +156,7 @@ def prefill_kernel(
     """Computes this CTA's work tiles."""
     # Shared memory: one pipeline for each of Q, K, V, scales and packed codes.
     MMA_DTYPE: gl.constexpr = mma_dtype(cfg)
-    DTYPE: gl.constexpr = Q.dtype
+    Q_DTYPE: gl.constexpr = Q.dtype
     STAGES: gl.constexpr = cfg.STAGES
     READERS: gl.constexpr = 1 if cfg.COLUMN_SPLIT else 2  # consumers that read a stage of K or V
     if cfg.COLUMN_SPLIT:
@@ -231,7 +231,7 @@ def prefill_kernel(
     if not cfg.HAS_V_SCALE:
         v_scales_smem = v_scales_smem * v_scale
     tensors, rotation = (OUT, LSE, SINKS), RotationTensors(K_SIGNS, V_SIGNS, K_CHANNEL_SCALES, V_CHANNEL_SCALES)
-    tensor_maps, lengths = (Q, K, V), (PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q)
+    tensor_maps, page_table_and_lengths = (Q, K, V), (PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q)
     # Warp roles: converter, two consumers, producer.
     if cfg.HAS_NEW_KV:
         call_scales = NewAndCachedScales(
@@ -242,8 +242,8 @@ def prefill_kernel(
             (q_stages, tile_info, k_stages, v_stages, shared_p), (k_code_stages, v_code_stages), (K_NEW, V_NEW),
         )  # fmt: skip
         warp_specialize_with_new_kv(
-            tensors, call_scales, strides, smem_stages, code_stages, stored_scales, tensor_maps, new_maps, lengths, B,
-            DTYPE, NEW_DTYPE, cfg, new_cfg,
+            tensors, call_scales, strides, smem_stages, code_stages, stored_scales, tensor_maps, new_maps,
+            page_table_and_lengths, B, Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
         )  # fmt: skip
     elif cfg.CODE_STAGES > 0:
         call_scales = CallScales(cached_score_scale, K_SCALE, v_scales_smem * output_scale, V_SCALE, softcap, rotation)
@@ -255,11 +255,11 @@ def prefill_kernel(
                 (converter, (stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, k_stages, v_stages,
                              cfg)),
                 (consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_read_stages, stored_scales,
-                            shared_p, 0, DTYPE, cfg)),
+                            shared_p, 0, Q_DTYPE, cfg)),
                 (second_consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_read_stages,
-                                   stored_scales, shared_p, DTYPE, cfg)),
-                (producer, (tensor_maps, tensor_maps, lengths, B, stride_table_b, q_stages, tile_info, k_code_stages,
-                            v_code_stages, tensor_maps, 3, cfg)),
+                                   stored_scales, shared_p, Q_DTYPE, cfg)),
+                (producer, (tensor_maps, tensor_maps, page_table_and_lengths, B, stride_table_b, q_stages, tile_info,
+                            k_code_stages, v_code_stages, tensor_maps, 3, cfg)),
             ],
             [4, 4, 1], [cfg.CONSUMER_REGISTERS, cfg.SECOND_CONSUMER_REGISTERS, 24],
         )  # fmt: skip
@@ -268,11 +268,11 @@ def prefill_kernel(
         gl.warp_specialize(
             [
                 (consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
-                            shared_p, 0, DTYPE, cfg)),
+                            shared_p, 0, Q_DTYPE, cfg)),
                 (second_consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages,
-                                   stored_scales, shared_p, DTYPE, cfg)),
-                (producer, (tensor_maps, tensor_maps, lengths, B, stride_table_b, q_stages, tile_info, k_stages,
-                            v_stages, tensor_maps, 2, cfg)),
+                                   stored_scales, shared_p, Q_DTYPE, cfg)),
+                (producer, (tensor_maps, tensor_maps, page_table_and_lengths, B, stride_table_b, q_stages, tile_info,
+                            k_stages, v_stages, tensor_maps, 2, cfg)),
             ],
             [4, 1], [cfg.SECOND_CONSUMER_REGISTERS, 24],
         )  # fmt: skip

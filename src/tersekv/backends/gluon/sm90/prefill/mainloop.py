@@ -336,11 +336,11 @@ def release_half_of_v(v_stages, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_p_and_rescale_for_second_consumer(shared_p, p, rescale, iter, DTYPE: gl.constexpr):
+def store_p_and_rescale_for_second_consumer(shared_p, p, rescale, iter, P_DTYPE: gl.constexpr):
     """Stores a block's P and rescale for the other consumer."""
-    tiles = reinterpret(shared_p.tiles, DTYPE, shared_p.tiles.shape, shared_p.tiles.layout)
+    tiles = reinterpret(shared_p.tiles, P_DTYPE, shared_p.tiles.shape, shared_p.tiles.layout)
     stage = producer_acquire(shared_p.empty_barriers, iter, tiles.shape[0])
-    tiles.index(stage).store(p.to(DTYPE))
+    tiles.index(stage).store(p.to(P_DTYPE))
     shared_p.rescales.index(stage).store(rescale)
     fence_async_shared()
     sync_and_arrive(shared_p.full_barriers.index(stage))
@@ -479,7 +479,7 @@ def init_acc_and_max(cfg: gl.constexpr):
 
 @gluon.jit
 def first_softmax_step(
-    s, acc_and_max, mask_args, n_start, score_scales, tile_v_scale, softcap, shared_p, iter, DTYPE: gl.constexpr,
+    s, acc_and_max, mask_args, n_start, score_scales, tile_v_scale, softcap, shared_p, iter, P_DTYPE: gl.constexpr,
     cfg: gl.constexpr, enabled=True,
 ):  # fmt: skip
     """Returns the softmax state after a work tile's first scores."""
@@ -491,12 +491,12 @@ def first_softmax_step(
     )
     if cfg.COLUMN_SPLIT:  # noqa: SIM102 - known to the compiler, unlike the other
         if enabled:
-            store_p_and_rescale_for_second_consumer(shared_p, p, rescale, iter, DTYPE)
+            store_p_and_rescale_for_second_consumer(shared_p, p, rescale, iter, P_DTYPE)
     if cfg.FP8_PV:
         zeros = init_half_acc(ROWS_PER_WARPGROUP, cfg)
         return FP8SoftmaxState(zeros, zeros, rescale, row_max, p_sums, pack_p_e4m3(p))
     else:
-        return SoftmaxState(acc_o, row_max, p_sums, pack_p_16bit(p, DTYPE))
+        return SoftmaxState(acc_o, row_max, p_sums, pack_p_16bit(p, P_DTYPE))
 
 
 @gluon.jit
@@ -646,7 +646,7 @@ def store_output_and_lse(
 
 @gluon.jit
 def prepare_query_scales_and_mask_args(
-    work_tile, q_stages, call_scales, I_CONSUMER: gl.constexpr, DTYPE: gl.constexpr, cfg: gl.constexpr
+    work_tile, q_stages, call_scales, I_CONSUMER: gl.constexpr, Q_DTYPE: gl.constexpr, cfg: gl.constexpr
 ):
     """Returns (query operand, score scales in base 2, MaskArgs) of a work tile whose query is loaded."""
     kv_head = kv_head_of(work_tile, cfg)
@@ -655,14 +655,14 @@ def prepare_query_scales_and_mask_args(
         score_scale = score_scale * gl.load(call_scales.K_SCALE + kv_head * cfg.K_SCALE_STRIDE)
     sign = gl.where(score_scale < 0, -1.0, 1.0)
     q, q_scales = prepare_query_operand_and_q_scales(
-        q_stages, I_CONSUMER, sign, call_scales.rotation, kv_head, DTYPE, cfg
+        q_stages, I_CONSUMER, sign, call_scales.rotation, kv_head, Q_DTYPE, cfg
     )
     return q, gl.maximum(q_scales * (score_scale * sign), MIN_SCALE), make_mask_args(work_tile, I_CONSUMER, cfg)
 
 
 @gluon.jit
 def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-             I_CONSUMER: gl.constexpr, DTYPE: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+             I_CONSUMER: gl.constexpr, Q_DTYPE: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Computes 64 rows of every work tile of this CTA: first block, main loop, epilogue."""
     OUT, LSE, SINKS = tensors
     softcap = call_scales.softcap
@@ -673,7 +673,7 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
     work_tile, _prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))
     if work_tile.num_n_blocks > 0:
         q, score_scales, mask_args = prepare_query_scales_and_mask_args(
-            work_tile, q_stages, call_scales, I_CONSUMER, DTYPE, cfg
+            work_tile, q_stages, call_scales, I_CONSUMER, Q_DTYPE, cfg
         )
         n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
         # First block of the first work tile: QK, mask and softmax.
@@ -705,7 +705,7 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
             work_tile, _prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))
             has_next = work_tile.num_n_blocks > 0
             q, score_scales, mask_args = prepare_query_scales_and_mask_args(
-                work_tile, q_stages, call_scales, I_CONSUMER, DTYPE, cfg
+                work_tile, q_stages, call_scales, I_CONSUMER, Q_DTYPE, cfg
             )
             n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
             warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER, cfg, has_next)
@@ -819,7 +819,7 @@ def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales
 
 @gluon.jit
 def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-                    I_CONSUMER: gl.constexpr, DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr,
+                    I_CONSUMER: gl.constexpr, Q_DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr,
                     new_cfg: gl.constexpr):  # fmt: skip
     """Computes 64 rows of every work tile of this CTA. new_cfg: `cfg` for new blocks."""
     OUT, LSE, SINKS = tensors
@@ -833,7 +833,7 @@ def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages
         has_no_cached = cached_prefix.num_n_blocks == 0
         # First new block: QK, mask, softmax.
         q, q_scales = prepare_query_operand_and_q_scales(
-            new_q_stages, I_CONSUMER, sign, call_scales.rotation, kv_head_of(work_tile, cfg), DTYPE, new_cfg
+            new_q_stages, I_CONSUMER, sign, call_scales.rotation, kv_head_of(work_tile, cfg), Q_DTYPE, new_cfg
         )
         score_scales = gl.maximum(q_scales * (call_scales.new_score_scale * sign), MIN_SCALE)
         mask_args = make_mask_args(work_tile, I_CONSUMER, new_cfg)

@@ -103,28 +103,30 @@ def copy_query_tile(Q, q_stages, i_consumer, work_tile, cfg: gl.constexpr):
 
 @gluon.jit
 def acquire_and_copy_kv_block(
-    TENSOR_MAP, stages, page_ids, n_block, iter, kv_head, PARTS: gl.constexpr, cfg: gl.constexpr
+    TENSOR_MAP, stages, page_ids, n_block, block_iter, kv_head, STAGES_PER_BLOCK: gl.constexpr, cfg: gl.constexpr
 ):
-    """Copies a K or V tile, into PARTS stages."""
-    if PARTS == 1:
-        acquire_and_copy_kv_stage(TENSOR_MAP, stages, page_ids, n_block, iter, 0, kv_head, cfg)
+    """Copies a K or V tile, into STAGES_PER_BLOCK stages."""
+    if STAGES_PER_BLOCK == 1:
+        acquire_and_copy_kv_stage(TENSOR_MAP, stages, page_ids, n_block, block_iter, 0, kv_head, cfg)
     else:
-        for part in range(PARTS):
+        for part in range(STAGES_PER_BLOCK):
             first_column = part * stages.tiles.shape[2]
             acquire_and_copy_kv_stage(
-                TENSOR_MAP, stages, page_ids, n_block, iter * PARTS + part, first_column, kv_head, cfg
+                TENSOR_MAP, stages, page_ids, n_block, block_iter * STAGES_PER_BLOCK + part, first_column, kv_head, cfg
             )
 
 
 @gluon.jit
-def acquire_and_copy_kv_stage(TENSOR_MAP, stages, page_ids, n_block, iter, first_column, kv_head, cfg: gl.constexpr):
+def acquire_and_copy_kv_stage(
+    TENSOR_MAP, stages, page_ids, n_block, stage_iter, first_column, kv_head, cfg: gl.constexpr
+):
     """Waits for a free stage and starts the copies of a tile or part of one, in panels of 128 bytes a row."""
     STAGES: gl.constexpr = stages.tiles.shape[0]
     KEYS_PER_COPY: gl.constexpr = TENSOR_MAP.block_shape[2]
     PANEL_COLUMNS: gl.constexpr = TENSOR_MAP.block_shape[3]
     NUM_COPIES: gl.constexpr = stages.tiles.shape[1] // KEYS_PER_COPY
     NUM_PANELS: gl.constexpr = stages.tiles.shape[2] // PANEL_COLUMNS
-    stage = producer_acquire(stages.empty_barriers, iter, STAGES)
+    stage = producer_acquire(stages.empty_barriers, stage_iter, STAGES)
     full_barrier = stages.full_barriers.index(stage)
     mbarrier.expect(full_barrier, NUM_COPIES * NUM_PANELS * KEYS_PER_COPY * PANEL_COLUMNS * 2)
     smem = reinterpret(
@@ -143,25 +145,28 @@ def acquire_and_copy_kv_stage(TENSOR_MAP, stages, page_ids, n_block, iter, first
 
 @gluon.jit
 def acquire_and_copy_new_kv_block(
-    TENSOR_MAP, stages, q_row, n_block, iter, kv_head, PARTS: gl.constexpr, cfg: gl.constexpr
+    TENSOR_MAP, stages, q_row, n_block, block_iter, kv_head, STAGES_PER_BLOCK: gl.constexpr, cfg: gl.constexpr
 ):
-    """Copies a tile of new K or V, into PARTS stages."""
-    if PARTS == 1:
-        acquire_and_copy_new_kv_stage(TENSOR_MAP, stages, q_row, n_block, iter, 0, kv_head, cfg)
+    """Copies a tile of new K or V, into STAGES_PER_BLOCK stages."""
+    if STAGES_PER_BLOCK == 1:
+        acquire_and_copy_new_kv_stage(TENSOR_MAP, stages, q_row, n_block, block_iter, 0, kv_head, cfg)
     else:
-        for part in range(PARTS):
+        for part in range(STAGES_PER_BLOCK):
             acquire_and_copy_new_kv_stage(
-                TENSOR_MAP, stages, q_row, n_block, iter * PARTS + part, part * stages.tiles.shape[2], kv_head, cfg
-            )
+                TENSOR_MAP, stages, q_row, n_block, block_iter * STAGES_PER_BLOCK + part, part * stages.tiles.shape[2],
+                kv_head, cfg,
+            )  # fmt: skip
 
 
 @gluon.jit
-def acquire_and_copy_new_kv_stage(TENSOR_MAP, stages, q_row, n_block, iter, first_column, kv_head, cfg: gl.constexpr):
+def acquire_and_copy_new_kv_stage(
+    TENSOR_MAP, stages, q_row, n_block, stage_iter, first_column, kv_head, cfg: gl.constexpr
+):
     """Waits for a free stage and starts the copies of a tile of new K or V, or part of one."""
     STAGES: gl.constexpr = stages.tiles.shape[0]
     PANEL_COLUMNS: gl.constexpr = TENSOR_MAP.block_shape[2]
     NUM_PANELS: gl.constexpr = stages.tiles.shape[2] // PANEL_COLUMNS
-    stage = producer_acquire(stages.empty_barriers, iter, STAGES)
+    stage = producer_acquire(stages.empty_barriers, stage_iter, STAGES)
     full_barrier = stages.full_barriers.index(stage)
     mbarrier.expect(full_barrier, NUM_PANELS * cfg.BLOCK_N * PANEL_COLUMNS * 2)
     smem = reinterpret(
@@ -267,14 +272,14 @@ def copy_queries_and_new_kv(new_maps, new_kv_stages, query_args, Q, new_iter, kv
 
 @gluon.jit
 def producer(
-    tensor_maps, new_maps, lengths, B, stride_table_b, q_stages, tile_info, k_stages, v_stages, new_kv_stages,
-    NUM_READERS: gl.constexpr, cfg: gl.constexpr,
+    tensor_maps, new_maps, page_table_and_lengths, B, stride_table_b, q_stages, tile_info, k_stages, v_stages,
+    new_kv_stages, NUM_READERS: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Copies all work tiles of this CTA, then publishes an empty work tile as the end.
 
     k_stages, v_stages: pipelines of the paged cache; new_kv_stages: of new K and V, the same unless codes are converted
     """
-    PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q = lengths
+    PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q = page_table_and_lengths
     first_request = gl.program_id(0) * 0
     work_tiles_before = first_request  # work tiles of the requests before `first_request`
     num_m_blocks = load_num_m_blocks(CU_SEQLENS_Q, B, first_request, cfg)

@@ -83,7 +83,7 @@ def work_tile_coords(num_m_blocks, i_work_tile, cfg: gl.constexpr):
 
 
 @gluon.jit
-def n_block_range(key_begin, key_end, cfg: gl.constexpr):
+def num_n_blocks_and_n_block_end(key_begin, key_end, cfg: gl.constexpr):
     """Returns (num_n_blocks, n_block_end) of keys [key_begin, key_end); without keys one block, fully masked."""
     n_block_end = gl.maximum((key_end + cfg.BLOCK_N - 1) // cfg.BLOCK_N, 1)
     return n_block_end - gl.minimum(key_begin // cfg.BLOCK_N, n_block_end - 1), n_block_end
@@ -108,7 +108,7 @@ def make_work_tile_and_cached_prefix(i_request, m_block, head_tile, SEQ_LENS, CU
         first_new = gl.maximum(num_q_rows - seq_len, 0)
         if cfg.WINDOW > 0:
             first_new = gl.maximum(first_new, first_token - cfg.WINDOW + 1)
-        num_n_blocks, n_block_end = n_block_range(first_new, key_end, cfg)
+        num_n_blocks, n_block_end = num_n_blocks_and_n_block_end(first_new, key_end, cfg)
         work_tile = WorkTile(
             q_begin + first_token, num_tokens_left, first_token, key_end, num_n_blocks, n_block_end, first_new,
             head_tile, i_request,
@@ -121,7 +121,7 @@ def make_work_tile_and_cached_prefix(i_request, m_block, head_tile, SEQ_LENS, CU
     else:
         # Consumers need at least one block: a work tile without keys gets one, fully masked.
         key_end = gl.maximum(gl.minimum(seq_len, position + gl.minimum(cfg.TOKENS_PER_TILE, num_tokens_left)), 0)
-        num_n_blocks, n_block_end = n_block_range(key_begin, key_end, cfg)
+        num_n_blocks, n_block_end = num_n_blocks_and_n_block_end(key_begin, key_end, cfg)
         work_tile = WorkTile(
             q_begin + first_token, num_tokens_left, position, key_end, num_n_blocks, n_block_end, key_begin, head_tile,
             i_request,
