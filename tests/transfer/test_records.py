@@ -127,7 +127,7 @@ def test_every_changed_byte_is_found():
     for i in range(len(record)):
         torn = record.clone()
         torn[i] ^= 1 << (i % 8)
-        with pytest.raises(ValueError, match="^record: "):
+        with pytest.raises(ValueError, match=r"^record: "):
             tersekv.import_pages(a, [2, 0], torn)
         assert all(map(torch.equal, contents(a), before))
 
