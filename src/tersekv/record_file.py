@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
@@ -64,9 +65,10 @@ def placed(found: Iterable[tuple[str, Tensor, Sequence[int] | None]]) -> list[En
 
 def write(entries: Sequence[Entry], metadata: dict[str, str], path: str | os.PathLike | None) -> Tensor | None:
     """A record in the host's memory, pinned if something of it lies on a GPU, or in a file, which appears when it is
-    complete."""
+    complete. The metadata get a checksum of their own."""
     if path is not None and not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: want a path or None, got {type(path).__name__}")
+    metadata = metadata | {"metadata": _metadata_sum(metadata)}
     empty = {entry.name: "0" * 16 for entry in entries}
     start = len(_header(entries, metadata, empty))
     pinned = any(entry.source.device.type == "cuda" for entry in entries)
@@ -76,15 +78,25 @@ def write(entries: Sequence[Entry], metadata: dict[str, str], path: str | os.Pat
     record[:start] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     if path is None:
         return record
-    # Under a name that no other writer has first: a file that is there is whole.
+    write_whole(path, record.numpy().data)
+    return None
+
+
+def write_whole(path: str | os.PathLike, data: bytes | memoryview) -> None:
+    """Write a file under a name that no other writer has, then rename it: a file that is there is whole."""
     unfinished = Path(f"{os.fspath(path)}.{token_hex(8)}.unfinished")
     try:
         with open(unfinished, "xb") as file:
-            file.write(record.numpy().data)
+            file.write(data)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-    return None
+
+
+def _metadata_sum(metadata: dict[str, Any]) -> str:
+    """Of all but the two entries that hold checksums."""
+    summed = {name: text for name, text in metadata.items() if name not in ("metadata", "checksums")}
+    return f"{zlib.crc32(json.dumps(summed, sort_keys=True).encode()):08x}"
 
 
 class Record:
@@ -115,10 +127,13 @@ class Record:
         return found
 
     def metadata(self, kind: str) -> dict[str, Any]:
+        """The metadata of a record of this kind and version, which pass their checksum."""
         found = self._metadata
         if not isinstance(found, dict) or found.get("tersekv") != kind:
             got = repr(found["tersekv"]) if isinstance(found, dict) and "tersekv" in found else "another's file"
             self.fail("tersekv", repr(kind), got)
+        if found.get("metadata") != _metadata_sum(found):
+            self.fail("metadata", f"the checksum {_metadata_sum(found)}", found.get("metadata"))
         return found
 
     def told(self, found: dict[str, Any], entry: str, kind: type = object) -> Any:

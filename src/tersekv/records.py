@@ -2,8 +2,8 @@
 
 A record is a safetensors file, or the same bytes in a host buffer. Metadata: `tersekv`, what it is; `sizes`, of the
 pages; `layout`, the order of a page's rows, whatever it is in a cache; `num_tokens`; `layers`, of each its format and
-attributes as in `saved`; `checksums`. Tensors: `0.k` [n, S, H, …], the pages of layer 0 in the order in which they were
-named, and so on; `0.k_signs`, its attributes.
+attributes as in `saved`; `checksums`, of each tensor; `metadata`, that of the others. Tensors: `0.k` [n, S, H, …], the
+pages of layer 0 in the order in which they were named, and so on; `0.k_signs`, its attributes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .cache import PagedKVCache, PagedLatentCache
 from .scalars import as_int, as_non_negative_int
 
 Cache = PagedKVCache | PagedLatentCache
-_KINDS = {PagedKVCache: "pages of a PagedKVCache, 1", PagedLatentCache: "pages of a PagedLatentCache, 1"}
+_KINDS = {PagedKVCache: "pages of a PagedKVCache, 2", PagedLatentCache: "pages of a PagedLatentCache, 2"}
 _SIZES = {
     PagedKVCache: ("num_kv_heads", "head_dim", "head_dim_v"),
     PagedLatentCache: ("kv_lora_rank", "qk_rope_head_dim"),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from .attributes import all_positive, all_signs, block_of, fitting_scale
 from .formats import TENSOR, KVFormat, kv_format, readable
 from .layers import PagedKVLayer
+from .record_file import write_whole
 from .scalars import as_float, as_positive_int
 from .shapes import dtype_name
 
@@ -38,13 +38,13 @@ class Saved(NamedTuple):
 
 
 def write(path: str | os.PathLike, layers: Sequence[PagedKVLayer], sizes: Mapping[str, int]) -> None:
-    """Write a file. OSError: no place to write."""
+    """Write a file, which appears when it is complete. OSError: no place to write."""
     from safetensors.torch import save
 
     said, tensors = words(layers, NAMES)
     metadata = {"tersekv": _KIND, "sizes": json.dumps(dict(sizes)), "layers": json.dumps(said)}
     # Not `save_file`, whose files only their owner reads.
-    Path(path).write_bytes(save({name: x.clone() for name, x in tensors.items()}, metadata))  # layers may share one
+    write_whole(path, save({name: x.clone() for name, x in tensors.items()}, metadata))  # layers may share one
 
 
 def words(layers: Sequence[Any], names: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:

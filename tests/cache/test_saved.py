@@ -259,3 +259,22 @@ def test_options_that_do_not_fit_are_the_callers_and_not_the_files(tmp_path):
             PagedKVCache.allocate_saved(tmp_path / "x", 2, 4, **options)
     with pytest.raises(ValueError, match=r"^num_pages: want"):
         PagedKVCache.allocate_saved(tmp_path / "x", 0, 4)
+
+
+def test_a_file_is_there_whole_or_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    saved(path)
+    before = path.read_bytes()
+
+    def refuse(self, target):
+        assert path.read_bytes() == before  # nothing is written in place
+        raise OSError("no place")
+
+    with monkeypatch.context() as m:
+        m.setattr(Path, "replace", refuse)
+        with pytest.raises(OSError, match="no place"):
+            saved(path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    saved(path)
+    assert path.read_bytes() != before  # channel scales are drawn anew

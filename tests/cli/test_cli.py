@@ -14,9 +14,10 @@ import torch
 
 from tersekv import __version__, env
 from tersekv.backends.host import versions
-from tersekv.cli import arguments, doctor, main
+from tersekv.cli import arguments, doctor, main, warm_up
 from tersekv.cli import verify as command
 from tersekv.dispatch import plan
+from tersekv.ops.compile_workers import Compiled
 from tersekv.testing import verify as tool
 from tersekv.testing.cases import Case
 
@@ -263,3 +264,48 @@ def test_a_warm_up_without_a_folder_says_so(tmp_path, capsys):
     config.write_text("{}")
     assert run("warm-up", "--model", str(config), "--out", str(config)) == 2
     assert f"--out {config}: " in capsys.readouterr().err
+
+
+WARMED = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 768, "max_position_embeddings": 64}
+
+
+def warmed(tmp_path, *more):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(WARMED))
+    return run("warm-up", "--model", str(config), "--out", str(tmp_path / "out"), *more)
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong", "wanted"),
+    [
+        ("--arch", "50", "80 to 999"),
+        ("--drafts", "-3", "0 to 1024"),
+        ("--num-sms", "0", "1 to 1024"),
+        ("--block-size", "1.5", "1 to 65536"),
+        ("--max-num-seqs", "1000000000000", "1 to 65536"),
+        ("--max-num-batched-tokens", "-1", "1 to 1048576"),
+        ("--tensor-parallel-size", "x", "1 to 1024"),
+        ("--max-model-len", "2147483648", "1 to 2147483647"),
+    ],
+)
+def test_a_warm_up_refuses_numbers_that_nothing_has(option, wrong, wanted, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        warmed(tmp_path, f"{option}={wrong}")
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"argument {option}: want a number from {wanted}, got '{wrong}'" in said
+
+
+def test_a_warm_up_refuses_heads_that_ranks_cannot_share(tmp_path, capsys):
+    assert warmed(tmp_path, "--tensor-parallel-size", "4") == 2
+    wanted = "want num_key_value_heads and --tensor-parallel-size, one divisible by the other, got 6 and 4"
+    assert wanted in capsys.readouterr().err
+
+
+def test_a_warm_up_says_what_was_not_compiled_and_why(tmp_path, capsys, monkeypatch):
+    found = [Compiled([], ["decode: OSError: no ptxas"], 0.1, 1)]
+    monkeypatch.setattr(warm_up, "compile_ahead", lambda *_, **__: found[0])
+    assert warmed(tmp_path) == 1
+    assert "tersekv warm-up: decode: OSError: no ptxas" in capsys.readouterr().err
+    found[0] = Compiled([("kernel", 0.1)], [], 0.1, 1)
+    assert warmed(tmp_path) == 0
+    assert not capsys.readouterr().err

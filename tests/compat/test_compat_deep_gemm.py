@@ -66,6 +66,14 @@ def test_ragged(keys, heads):
         assert torch.equal(got, fp8_fp4_mqa_logits(*given).bfloat16())
 
 
+@pytest.mark.parametrize("keys", [100, 256, 0])
+@pytest.mark.parametrize("columns", [0, 7])
+def test_ragged_without_rows(keys, columns):
+    none, kv = torch.zeros(0, dtype=I32), (torch.zeros(keys, 128).to(E4M3), torch.ones(keys))
+    got = fp8_mqa_logits(torch.zeros(0, 4, 128).to(E4M3), kv, torch.ones(0, 4), none, none, True, columns)
+    assert got.shape == (0, columns or keys)
+
+
 @pytest.mark.parametrize(("page", "dim", "next_n"), [(64, 128, 1), (16, 64, 2), (3, 128, 3)])
 @pytest.mark.parametrize("each", [False, True])
 def test_paged(page, dim, next_n, each):
@@ -137,6 +145,12 @@ RAGGED = {"q": Q[:, 0], "kv": (torch.zeros(9, 128).to(E4M3), torch.ones(9)), "we
     (RAGGED, {"kv": (torch.zeros(9, 128), torch.ones(9))}, "kv[0]: want"),
     (RAGGED, {"cu_seq_len_k_end": torch.full((2,), 10, dtype=I32)}, "cu_seq_len_k_end: want at most 9 keys"),
     (RAGGED, {"cu_seq_len_k_start": torch.zeros(3, dtype=I32)}, "cu_seq_len_k_start: want [T=2]"),
+    (RAGGED, {"cu_seq_len_k_start": None}, "cu_seq_len_k_start: want Tensor, got NoneType"),
+    (RAGGED, {"cu_seq_len_k_start": None, "max_seqlen_k": 7}, "cu_seq_len_k_start: want Tensor, got NoneType"),
+    (RAGGED, {"cu_seq_len_k_end": None}, "cu_seq_len_k_end: want Tensor, got NoneType"),
+    (RAGGED, {"cu_seq_len_k_end": 1}, "cu_seq_len_k_end: want Tensor, got int"),
+    (RAGGED, {"cu_seq_len_k_end": torch.tensor(1)}, "cu_seq_len_k_end: want [T], got []"),
+    (RAGGED, {"cu_seq_len_k_end": torch.ones(0, dtype=I32)}, "cu_seq_len_k_end: want [T=2]"),
 ])  # fmt: skip
 def test_wrong_arguments(given, wrong, message):
     with pytest.raises((ValueError, TypeError)) as told:

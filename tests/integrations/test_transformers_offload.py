@@ -151,6 +151,21 @@ def test_a_filled_cache_moves_to_the_host(family):
             assert torch.equal(model(new, **over(offloaded)).logits, model(new, **over(cache)).logits)
 
 
+@pytest.mark.parametrize("family", ["mistral", "llama", "deepseek_v3"])
+def test_a_row_goes_on_from_a_page_that_nobody_has_any_more(family):
+    model = tiny(family)
+    cache, offloaded = (TersekvCache(model.config, page_size=4) for _ in range(2))
+    with torch.inference_mode():
+        for c in (cache, offloaded):
+            model(PROMPT, **over(c))
+        offloaded.offload()
+        for c in (cache, offloaded):
+            c.batch_select_indices(torch.tensor([0, 0]))
+            c.batch_select_indices(torch.tensor([1]))
+        new = PROMPT[:1, :1]
+        assert torch.equal(model(new, **over(offloaded)).logits, model(new, **over(cache)).logits)
+
+
 def test_memory_of_the_host_that_runs_out_can_be_asked_for_again(monkeypatch):
     model = tiny("llama")
     cache, offloaded = (TersekvCache(model.config, page_size=4) for _ in range(2))

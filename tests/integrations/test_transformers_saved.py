@@ -196,7 +196,7 @@ def test_foreign_files_other_models_and_formats_are_refused_by_name(tmp_path):
     (tmp_path / "foreign").write_bytes(b"\0" * 100)
     refused("foreign: .*want", "foreign")
     export_pages(PagedKVCache.allocate(1, 2, 4, 2, 16, format="bf16"), [0], tmp_path / "record")
-    refused("record: tersekv: want 'a TersekvCache, 1', got 'pages of a PagedKVCache, 1'", "record")
+    refused("record: tersekv: want 'a TersekvCache, 1', got 'pages of a PagedKVCache, 2'", "record")
     with pytest.raises(FileNotFoundError):
         TersekvCache.load(tmp_path / "none", model.config)
     assert torch.equal(

@@ -124,6 +124,20 @@ def test_what_does_not_fit_is_said(given, message):
                            extra=given["extra"])  # fmt: skip
 
 
+@pytest.mark.parametrize(("cache", "error", "message"), [
+    (torch.zeros(5, 16), ValueError, "extra.cache: want [P, S, dim] or [P, S, 1, dim], got [5, 16]"),
+    (torch.zeros(5, 16, 500).half(), ValueError, "extra.cache: want rows of kv_lora_rank=512 or more"),
+    (torch.zeros(5, 16, 576, dtype=torch.int64), ValueError, "extra.cache: want "),
+    ((torch.zeros(5, 16, 512).half(), 3), TypeError, "extra.cache: want Tensor, got int"),
+    ((torch.zeros(5, 16, 512, dtype=torch.int64), None), ValueError, "extra.ckv: want "),
+    (3, TypeError, "extra.cache: want Tensor or (ckv, kpe), got int"),
+    (None, TypeError, "extra.cache: want Tensor or (ckv, kpe), got NoneType"),
+])  # fmt: skip
+def test_a_wrong_cache_of_the_second_set_is_named(cache, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        attend(filled(), SLOTS, Selected(cache, OTHERS))
+
+
 def test_what_is_no_selected_is_said():
     with pytest.raises(TypeError, match="extra: want Selected or None, got tuple"):
         attend(filled(), SLOTS, (filled(), OTHERS))

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "index_layers": {"attributes", "formats", "layers"},
     "index_cache": {"scalars", "formats", "index_layers", "cache"},
     "recipe": {"attributes", "formats"},
-    "saved": {"attributes", "scalars", "formats", "layers", "shapes"},
+    "saved": {"attributes", "scalars", "formats", "layers", "record_file", "shapes"},
     "cache": LAYERS | {"scalars", "formats", "recipe", "saved"},
     "pages": LAYERS | {"scalars", "errors", "cache", "tracing"},
     "record_file": set(),

@@ -110,6 +110,16 @@ def test_a_worker_that_fails_is_named_and_its_calls_are_tried_again(tmp_path, mo
     assert "no process could be started" in found.failed[0]
 
 
+def test_what_a_compiler_prints_is_no_result(tmp_path, monkeypatch):
+    text = '{\n  "a program"\n{-# of MLIR\n#-}\n{"failed": "append: RuntimeError: PassManager::run failed"}\n'
+    done = SimpleNamespace(returncode=0, stdout=text)
+    monkeypatch.setattr(compile_workers.subprocess, "run", lambda *_, **__: done)
+    found = compile_ahead(calls("meta"), CHIP, processes=1, cache_dir=tmp_path)
+    assert found is not None
+    assert found.failed == ["append: RuntimeError: PassManager::run failed"]
+    assert not found.kernels
+
+
 def test_a_call_that_fails_does_not_keep_the_others_from_being_compiled(tmp_path):
     write, read, _ = calls("meta")
     wrong = partial(read.func, read.args[0][:, :0], *read.args[1:])

@@ -42,6 +42,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def between(least: int, most: int) -> Callable[[str], int]:
+    """A number within both."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"want a number from {least} to {most}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
 def threads(text: str) -> int:
     """A number of CPU threads: far too many end the process."""
     number, most = positive(text), os.cpu_count() or 1

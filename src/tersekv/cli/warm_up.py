@@ -16,9 +16,10 @@ from ..integrations.vllm_latents import latents_of
 from ..integrations.vllm_pages import FORMATS, known, pages_of
 from ..integrations.vllm_warm_up import Limits, calls, latent_calls
 from ..ops.compile_workers import Chip, compile_ahead, on_meta
-from .arguments import complain, positive, words
+from .arguments import between, complain, positive, words
 
 _LATENTS = ("auto", *LATENT_FORMATS)
+_MOST = (1 << 31) - 1  # tokens
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -29,17 +30,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="comma-separated values of vLLM's --kv-cache-dtype; default: auto",
     )  # fmt: skip
     parser.add_argument("--out", metavar="DIR", required=True, type=Path, help="the folder, for TRITON_CACHE_DIR")
-    parser.add_argument("--arch", metavar="SM", type=positive, default=90, help="default: %(default)s, Hopper")
-    parser.add_argument("--num-sms", metavar="N", type=positive, default=132, help="of the GPU; default: %(default)s")
+    parser.add_argument("--arch", metavar="SM", type=between(80, 999), default=90, help="default: %(default)s, Hopper")
+    parser.add_argument(
+        "--num-sms", metavar="N", type=between(1, 1024), default=132, help="of the GPU; default: %(default)s"
+    )
     parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of the model; default: %(default)s")
     parser.add_argument("--processes", metavar="N", type=positive, help="default: one for each core, at most 16")
-    for option, default in (
-        ("block-size", 16), ("max-num-seqs", 256), ("max-num-batched-tokens", 8192), ("tensor-parallel-size", 1),
+    for option, default, most in (
+        ("block-size", 16, 1 << 16), ("max-num-seqs", 256, 1 << 16), ("max-num-batched-tokens", 8192, 1 << 20),
+        ("tensor-parallel-size", 1, 1 << 10),
     ):  # fmt: skip
         what = f"vLLM's --{option}; default: %(default)s"
-        parser.add_argument(f"--{option}", metavar="N", type=positive, default=default, help=what)
-    parser.add_argument("--max-model-len", metavar="N", type=positive, help="vLLM's; default: the model's")
-    parser.add_argument("--drafts", metavar="N", type=int, default=0, help="of speculative decoding; default: none")
+        parser.add_argument(f"--{option}", metavar="N", type=between(1, most), default=default, help=what)
+    parser.add_argument("--max-model-len", metavar="N", type=between(1, _MOST), help="vLLM's; default: the model's")
+    parser.add_argument(
+        "--drafts", metavar="N", type=between(0, 1 << 10), default=0, help="of speculative decoding; default: none"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     if not any(results):
         print(f"{args.out} has all of it")
     print(f"TRITON_CACHE_DIR={args.out.absolute()}")
-    return 1 if any(found.failed for found in results if found is not None) else 0
+    failed = dict.fromkeys(reason for found in results if found is not None for reason in found.failed)
+    return max((complain(args, reason, 1) for reason in failed), default=0)
 
 
 def calls_of(config: Any, cache_dtype: str, args: argparse.Namespace) -> list[list[partial]]:
@@ -83,6 +90,9 @@ def calls_of(config: Any, cache_dtype: str, args: argparse.Namespace) -> list[li
         return [_calls_of_latents(model, cache_dtype, q_heads // ranks, like, args)]
     known(cache_dtype)
     kv_heads = model.get("num_key_value_heads") or q_heads
+    if kv_heads % ranks and ranks % kv_heads:
+        want = "num_key_value_heads and --tensor-parallel-size, one divisible by the other"
+        raise ValueError(f"want {want}, got {kv_heads} and {ranks}")
     dim = model.get("head_dim") or model["hidden_size"] // q_heads
     dtype, size = _DTYPES[args.dtype], args.block_size
     kind = FORMATS.get(cache_dtype)

@@ -148,21 +148,25 @@ def _ragged(q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, starts: Tenso
     if not isinstance(kv, (tuple, list)) or len(kv) != 2:
         raise TypeError(f"kv: want (codes, scales), got {type(kv).__name__}")
     codes, scales = tensor("kv[0]", kv[0], "N, Di"), tensor("kv[1]", kv[1], "N")
+    tensor("cu_seq_len_k_start", starts, "T")
+    last = tensor("cu_seq_len_k_end", ends, "T")[:1]
     keys = codes.shape[0]
     page = _PAGE if keys % _PAGE == 0 else 1
-    # The pages are the keys in order: one request, all rows of which share its table.
-    table = torch.arange(keys // page, dtype=torch.int32, device=codes.device)[None]
+    # The pages are the keys in order: one request, all rows of which share its table; none without rows.
+    table = torch.arange(keys // page, dtype=torch.int32, device=codes.device).expand(len(last), -1)
 
     def make() -> _Made:
-        tensor("q", q, "T, Hi, Di")
+        rows = len(tensor("q", q, "T, Hi, Di"))
+        if len(ends) != rows:
+            raise ValueError(f"cu_seq_len_k_end: want [T={rows}], got {list(ends.shape)}")
         if scales.shape != (keys,):
             raise ValueError(f"kv[1]: want a scale for each of the {keys} rows of kv[0], got {list(scales.shape)}")
         k, scale = codes.unflatten(0, (-1, page)), scales.unflatten(0, (-1, page))
-        return _call(q, weights, k, scale, keys, q.shape[0], table, ends[:1], starts, ends)
+        return _call(q, weights, k, scale, keys, rows, table, last, starts, ends)
 
     return launched(
         _RAGGED_NAMES, "index_scores", ("deep_gemm_ragged",),
-        (q, weights, codes, scales, table, ends[:1], None, None, starts, ends), make,
+        (q, weights, codes, scales, table, last, None, None, starts, ends), make,
     )[0]  # fmt: skip
 
 

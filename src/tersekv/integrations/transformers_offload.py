@@ -118,6 +118,8 @@ class OffloadedStore(Store):
         if buffer.data_ptr() not in self._views:
             self._views[buffer.data_ptr()] = self._over(self.within(buffer))
         here = self._views[buffer.data_ptr()]
+        if self._pending:  # their sources may be nobody's by now
+            self.load(buffer, runs({c.src for c in self._pending} - pages_of(self.held_pages())))
         here.copy([*self._pending, *copies])
         self._opened = {c.dst for c in (*self._pending, *copies)}
         return here

@@ -36,6 +36,7 @@ from ..layers import PagedKVLayer, PagedLatentLayer, field_values
 _MAX_WORKERS = 16  # each holds 0.5 GB, and a model has few dozen kernels
 _ADDRESS_STEP = 1 << 12  # of meta tensors: no two of a call may begin at one address
 _PAGED = ("k", "v", "k_scale_cache", "v_scale_cache", "ckv", "kpe", "ckv_scale_cache")
+_RESULTS = '{"kernel": ', '{"failed": '  # how a worker's lines begin
 _log = logging.getLogger("tersekv")
 
 
@@ -156,7 +157,8 @@ def _run_worker(room: Path, workers: int, folder: Path, i: int) -> list[dict]:
             said = errors.read().strip()
     except OSError as e:
         return [{"failed": f"no process could be started: {e}"}]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    # A compiler that gives up prints its program, which may begin with a brace, too.
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(_RESULTS)]
     if done.returncode:
         last = said.splitlines()[-1] if said else "nothing was said"
         lines.append({"failed": f"a process ended with exit code {done.returncode}: {last}"})

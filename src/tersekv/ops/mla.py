@@ -232,7 +232,12 @@ def _second_set(extra: Selected | None) -> tuple[_SetTensors, str, float, Tensor
         return (None, None, None, None, None, None), "", 1.0, None
     if not isinstance(extra, Selected):
         raise TypeError(f"extra: want Selected or None, got {type(extra).__name__}")
-    c = extra.cache if isinstance(extra.cache, PagedLatentLayer) else PagedLatentLayer.of(extra.cache)
+    c = extra.cache
+    if not isinstance(c, PagedLatentLayer):
+        try:
+            c = PagedLatentLayer.of(c)
+        except (TypeError, ValueError) as e:
+            raise type(e)(f"extra.{e}") from None
     tensors = c.ckv, c.kpe, c.ckv_scale_cache, extra.page_table, extra.indices, extra.index_lens
     return tensors, c.format, *float_and_tensor(c.kv_scale, "extra.kv_scale")
 
