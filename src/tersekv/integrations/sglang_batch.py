@@ -145,7 +145,8 @@ class PagedBackend(AttentionBackend):
         if self.two_pools:
             window_table = self._pages(self.pool.translate_loc_from_full_to_swa(first))
             window_slots = self.pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
-        mode, lens, rows = batch.forward_mode, batch.seq_lens, None
+        mode, lens = batch.forward_mode, batch.seq_lens
+        rows: dict[str, Any] | None = None
         if self._verifies(batch):
             lens, rows = lens + self.drafts, {"mask": self._mask(batch) if mask is None else mask}
         elif mode in _EXTENDS:
