@@ -170,6 +170,7 @@ class TersekvPool(MHATokenToKVPool):
         self._init_data_ptrs_and_strides()
 
     def _slot_move_pointer_buffers(self) -> list[Tensor]:
+        """Those with bytes: SGLang's kernel takes strides for bytes, and an empty tensor's is not 0."""
         return [x for x in super()._slot_move_pointer_buffers() if x.numel()]
 
     def _init_kv_copy_and_warmup(self) -> None:
