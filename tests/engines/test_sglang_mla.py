@@ -150,6 +150,8 @@ def test_what_is_refused(monkeypatch):
         ours.get_mla_kv_buffer(None, torch.tensor([1]))
     with pytest.raises(NotImplementedError, match="token_to_kv_pool: want tersekv's, got SimpleNamespace"):
         backend_of(SimpleNamespace())
+    with pytest.raises(NotImplementedError, match=r"speculative_algorithm: want None for .* got 'NGRAM'"):
+        backend_of(ours, speculative_algorithm="NGRAM")
     runner, backend = backend_of(ours)
     batch = batch_of(runner, ForwardMode.DECODE, [5], [1])
     backend.init_forward_metadata(batch)

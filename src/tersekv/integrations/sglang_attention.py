@@ -26,6 +26,7 @@ _PLAIN = {
 
 class TersekvBackend(PagedBackend):
     pool_class = TersekvPool
+    speculates = (None, "NGRAM")
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
@@ -66,7 +67,7 @@ class TersekvBackend(PagedBackend):
             where = KVWriteLoc.for_batch(forward_batch, swa_loc=m.window_slots)
             self.pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
         out = q.new_empty(len(rows), layer.tp_q_head_num, layer.v_head_dim)
-        if m.rows is not None and m.rows["max_q_len"] > DECODE_ROWS:
+        if m.rows is not None and m.rows.get("max_q_len", 1) > DECODE_ROWS:
             own: dict[str, Any] = {"k": k, "v": v} if brings else {}
             prefill(rows, pages, table, m.seq_lens, **m.rows, **own, out=out, **options)
         else:
@@ -87,6 +88,8 @@ class TersekvBackend(PagedBackend):
         if layer.layer_id in self._seen or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         refuse_layer(layer, _PLAIN | ({"use_irope": False} if self.chunked else {}))
+        if self.drafts:  # which are not as far apart as their rows
+            refuse_layer(layer, {"sliding_window_size": -1})
         self._seen.add(layer.layer_id)
         given = (*options.values(), pages.k_scale, pages.v_scale)
         values = [x.shape if isinstance(x, Tensor) else x for x in given]

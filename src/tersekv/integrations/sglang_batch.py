@@ -14,11 +14,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from .. import env
+from .sglang_drafts import draft_mask
 
 # Options of SGLang's that would have another part of it read or write the pool, or attend otherwise, and the value that
 # leaves them off.
 REFUSED: dict[str, Any] = {
-    "speculative_algorithm": None,
     "dllm_algorithm": None,
     "disaggregation_mode": "null",
     "enable_pdmux": False,
@@ -43,7 +43,7 @@ class Metadata:
 
     table, window_table:  [B, max_pages]  of the pool, and of the one of layers with a window where they have their own
     window_slots:         [T]  where new rows go in that pool
-    rows:                 how `prefill` tells the requests' rows apart; None: one each
+    rows:                 how `prefill` tells the requests' rows apart, or which drafts see which; None: one each
     """
 
     seq_lens: Tensor  # [B] new tokens included
@@ -58,11 +58,12 @@ class PagedBackend(AttentionBackend):
 
     needs_cpu_seq_lens = False
     pool_class: type
+    speculates: tuple[str | None, ...] = (None,)  # by these algorithms
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
         given = resolved_view(runner.server_args)
-        _refuse(runner, given)
+        _refuse(runner, given, self.speculates)
         # Models ask the backend for both.
         self.pool = self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
@@ -75,6 +76,11 @@ class PagedBackend(AttentionBackend):
         for part in parts:
             if not isinstance(part, self.pool_class):
                 raise NotImplementedError(f"token_to_kv_pool: want tersekv's, got {type(part).__name__} for this model")
+        speculative = getattr(given, "speculative_algorithm", None) is not None
+        if self.hybrid and speculative:
+            got = given.speculative_algorithm
+            raise NotImplementedError(f"speculative_algorithm: want None for a hybrid model in tersekv, got {got!r}")
+        self.drafts: int = given.speculative_num_draft_tokens if speculative else 0
         self.page_size = parts[0].page_size
         self.slots = runner.req_to_token_pool.req_to_token  # [requests, tokens]
 
@@ -97,14 +103,25 @@ class PagedBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.forward_metadata = self._metadata(forward_batch)
 
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Before a graph, of drafts: each batch brings its mask in a tensor of its own."""
+        if self._verifies(forward_batch):
+            mask = self._mask(forward_batch)
+            self.masks[: len(mask)] = mask
+
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """For a graph of decodes: what a replay changes is read from tensors that stay."""
-        if not forward_batch.forward_mode.is_decode():
+        """For a graph of decodes or of drafts: what a replay changes is read from tensors that stay."""
+        mask = None
+        if self._verifies(forward_batch):
+            mask = self.masks[: len(forward_batch.seq_lens) * self.drafts]
+        elif not forward_batch.forward_mode.is_decode():
             raise NotImplementedError(f"forward_mode: want DECODE in a graph, got {forward_batch.forward_mode.name}")
-        self.forward_metadata = self._metadata(forward_batch)
+        self.forward_metadata = self._metadata(forward_batch, mask)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing: a graph's tables lie in its own memory."""
+        """The drafts' masks; a graph's tables lie in its own memory."""
+        words = 2 * -(-self.drafts // 32)
+        self.masks = torch.zeros(max_num_tokens, words, dtype=torch.uint16, device=self.slots.device)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -113,7 +130,14 @@ class PagedBackend(AttentionBackend):
         """Whether SGLang may use kernels of Triton's beside."""
         return self.slots.is_cuda
 
-    def _metadata(self, batch: Any) -> Metadata:
+    def _verifies(self, batch: Any) -> bool:
+        return self.drafts > 0 and batch.forward_mode.is_target_verify()
+
+    def _mask(self, batch: Any) -> Tensor:
+        # SGLang has the earlier tokens in it on all but a CPU.
+        return draft_mask(batch.spec_info.custom_mask, batch.seq_lens, self.drafts, full=self.slots.is_cuda)
+
+    def _metadata(self, batch: Any, mask: Tensor | None = None) -> Metadata:
         """No value of a tensor is read on the host. A table has room for the longest request that may come, so that all
         batches are alike in it."""
         first = self.slots[:, :: self.page_size].index_select(0, batch.req_pool_indices)
@@ -121,8 +145,11 @@ class PagedBackend(AttentionBackend):
         if self.two_pools:
             window_table = self._pages(self.pool.translate_loc_from_full_to_swa(first))
             window_slots = self.pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
-        mode, rows = batch.forward_mode, None
-        if mode in _EXTENDS:
+        mode, lens = batch.forward_mode, batch.seq_lens
+        rows: dict[str, Any] | None = None
+        if self._verifies(batch):
+            lens, rows = lens + self.drafts, {"mask": self._mask(batch) if mask is None else mask}
+        elif mode in _EXTENDS:
             told = batch.extend_seq_lens_cpu
             most = batch.out_cache_loc.shape[0] if told is None else max(told, default=1)
             if most > 1:
@@ -130,7 +157,7 @@ class PagedBackend(AttentionBackend):
                 rows = {"cu_seqlens_q": torch.nn.functional.pad(ends, (1, 0)), "max_q_len": int(most)}
         elif not mode.is_decode_or_idle():
             raise NotImplementedError(f"forward_mode: want DECODE, EXTEND, MIXED or SPLIT_PREFILL, got {mode.name}")
-        return Metadata(batch.seq_lens.to(torch.int32), self._pages(first), window_table, window_slots, rows)
+        return Metadata(lens.to(torch.int32), self._pages(first), window_table, window_slots, rows)
 
     def _pages(self, slots: Tensor) -> Tensor:
         return (slots if self.page_size == 1 else slots // self.page_size).to(torch.int32)
@@ -159,12 +186,16 @@ def refuse_layer(layer: Any, plain: dict[str, Any]) -> None:
             raise NotImplementedError(f"{name}: want {want!r} for tersekv, got {getattr(layer, name)!r}")
 
 
-def _refuse(runner: Any, given: Any) -> None:
+def _refuse(runner: Any, given: Any, speculates: tuple[str | None, ...]) -> None:
     """What these backends would not serve right, by name."""
     if torch.version.hip is not None:
         raise NotImplementedError(
             "tersekv in SGLang wants CUDA or a CPU: on ROCm, models write rows of their own dtype"
         )
+    got = getattr(given, "speculative_algorithm", None)
+    if got not in speculates:
+        want = " or ".join(map(repr, speculates))
+        raise NotImplementedError(f"speculative_algorithm: want {want} for attention_backend=tersekv, got {got!r}")
     for name, off in REFUSED.items():
         got = getattr(given, name, off)
         if got != off:

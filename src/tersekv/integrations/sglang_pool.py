@@ -169,6 +169,17 @@ class TersekvPool(MHATokenToKVPool):
         self._kv_buffer_descs = self._build_kv_buffer_descs()
         self._init_data_ptrs_and_strides()
 
+    def _slot_move_pointer_buffers(self) -> list[Tensor]:
+        """Those with bytes: SGLang's kernel takes strides for bytes, and an empty tensor's is not 0."""
+        return [x for x in super()._slot_move_pointer_buffers() if x.numel()]
+
+    def _init_kv_copy_and_warmup(self) -> None:
+        """SGLang's goes by the first buffer's rows; those of V, of scales and of other layers may be wider."""
+        super()._init_kv_copy_and_warmup()
+        config = self._kv_copy_config
+        if config is not None:
+            config["byte_tiles"] = -(-int(self.data_strides.max()) // config["bytes_per_tile"])
+
     def _mha_buffer_info(self) -> RowsInfo:
         """For a hierarchical cache: the bytes of each layer's rows."""
         plain = super()._mha_buffer_info()
@@ -233,7 +244,7 @@ class TersekvPool(MHATokenToKVPool):
         append(k, v, self.layer(index, k_scale, v_scale), unwrap_write_loc(loc_info)[0])
 
     def set_kv_buffer_prefix_valid(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("set_kv_buffer_prefix_valid: tersekv's pool serves no speculative decoding")
+        raise NotImplementedError("set_kv_buffer_prefix_valid: tersekv's pool serves no draft model")
 
 
 def _one(name: str, scale: Any, f: KVFormat) -> float | Tensor:

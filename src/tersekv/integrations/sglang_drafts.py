@@ -1,0 +1,32 @@
+"""Which drafts see which: SGLang's masks of bools, as words of bits for `decode`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def draft_mask(seen: Tensor, seq_lens: Tensor, drafts: int, full: bool) -> Tensor:
+    """Returns [B × drafts, W] uint16, W = 2 × ceil(drafts / 32): bit j of row i: draft i sees draft j.
+
+    seen:      bool, request after request [drafts, drafts]; full: [drafts, seq_len + drafts], with the earlier tokens.
+               Requests behind its end are padding, and see anything
+    seq_lens:  [B]  tokens before the drafts
+    """
+    if full:
+        seen = seen[_own_columns(seq_lens, drafts).clamp(max=len(seen) - 1)]
+    return _words(seen.view(-1, drafts))
+
+
+def _own_columns(seq_lens: Tensor, drafts: int) -> Tensor:
+    """Where the last columns of every request [drafts, seq_len + drafts] are: [B, drafts, drafts]."""
+    widths = seq_lens.long() + drafts
+    starts = drafts * (widths.cumsum(0) - widths)
+    each = torch.arange(drafts, device=seq_lens.device)
+    return (starts + widths - drafts)[:, None, None] + each[:, None] * widths[:, None, None] + each
+
+
+def _words(seen: Tensor) -> Tensor:
+    bits = torch.nn.functional.pad(seen.int(), (0, -seen.shape[1] % 32)).unflatten(1, (-1, 16))
+    words = (bits << torch.arange(16, dtype=torch.int32, device=seen.device)).sum(-1, dtype=torch.int32)
+    return words.to(torch.int16).view(torch.uint16)  # few devices convert to uint16; the low bits are the same
