@@ -31,7 +31,9 @@ def small(case):
     return replace(case, tokens=min(case.tokens, 32), page=min(case.page, 32), heads=min(case.heads, 8))
 
 
-NOT_TIMED = {  # an indexer's, which vLLM's package alone has
+NOT_TIMED = {  # an indexer's: those of vLLM its package alone has, FlashInfer's choose and transform
+    "flashinfer.TopKTieBreak", "flashinfer.top_k", "flashinfer.top_k_page_table_transform",
+    "flashinfer.top_k_ragged_transform",
     "vllm.indexer_k_quant_and_cache", "vllm.cp_gather_indexer_k_quant_cache", "vllm.top_k_per_row_decode",
     "vllm.top_k_per_row_prefill",
 }  # fmt: skip

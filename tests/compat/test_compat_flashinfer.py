@@ -137,8 +137,9 @@ def test_names_order_and_defaults_are_flashinfers(name):
 
 
 # In test_compat_flashinfer_wrappers.py.
-OTHERS = {
-    "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper", "single_prefill_with_kv_cache"
+OTHERS = {  # the last four: test_compat_flashinfer_topk.py
+    "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper", "single_prefill_with_kv_cache",
+    "TopKTieBreak", "top_k", "top_k_page_table_transform", "top_k_ragged_transform",
 }  # fmt: skip
 
 

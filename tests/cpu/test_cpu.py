@@ -58,7 +58,7 @@ def test_every_instruction_set_passes_every_case(level, op, native):
     if level not in native.levels():
         pytest.skip(f"this machine has no {level}")
     native.use_level(level)
-    results = tool.verify("cpu", "cpu", ops=(op,))
+    results = list(tool.verify("cpu", "cpu", ops=(op,)))
     assert [f"{r.case.id}: {r.status} {r.message}" for r in results if r.status != tool.PASSED] == []
     assert len(results) > 10
 
