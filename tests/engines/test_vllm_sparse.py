@@ -213,6 +213,15 @@ def test_what_is_refused(options, error, words):
         made(**{"kv_cache_dtype": "fp8", "chosen": torch.zeros(8, 16, dtype=torch.int32), **options})
 
 
+def test_a_scale_that_is_none_is_refused():
+    config = VllmConfig()
+    attention = made("fp8", torch.zeros(8, 16, dtype=torch.int32), config=config)
+    layer = SimpleNamespace(impl=attention, _k_scale=torch.tensor(0.0))
+    config.compilation_config.static_forward_context["layers.0"] = layer
+    with pytest.raises(ValueError, match=r"layers.0.k_scale: want finite numbers above 0 for fp8_e4m3, got"):
+        attention.process_weights_after_loading(torch.bfloat16)
+
+
 def test_a_cache_that_is_partly_on_the_host_is_refused():
     config = VllmConfig()
     config.attention_config.hisparse_config = object()

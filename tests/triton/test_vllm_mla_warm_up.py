@@ -10,12 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compile_tools import record, target
-from triton.compiler.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
 
 from tersekv.cli.main import main
-from tersekv.dispatch.plan import plan
 from tersekv.integrations.vllm_latents import latents_of
 from tersekv.integrations.vllm_warm_up import Limits, latent_calls, warm_up_latents
 from tersekv.ops.compile_workers import on_meta
@@ -23,22 +19,6 @@ from tersekv.ops.mla import mla_append, mla_decode
 
 LIMITS = Limits(requests=70, rows=300, decode_rows=3)
 HEADS, RANK, ROTARY, NOPE, PAGE, COLUMNS = 16, 512, 64, 128, 64, 32
-
-
-@pytest.fixture
-def compiled(request, monkeypatch):
-    """Calls are planned for a chip and not run: what their kernels would be compiled for."""
-    found: set[tuple[str, str, str]] = set()
-
-    def note(op, call, backend, way=None):
-        p = plan(op, call, backend, arch=request.param)
-        for fn, _, args, kwargs in record(p.run, call, p.config):
-            bind = create_function_from_signature(fn.signature, fn.params, make_backend(target(request.param)))
-            _, specialization, options = bind(*args, **kwargs)
-            found.add((fn.__name__, str(specialization), str(options)))
-
-    monkeypatch.setattr(importlib.import_module("tersekv.ops.mla"), "dispatch_call", note)
-    return found
 
 
 def queries(n, dcp=False, rotary=ROTARY):

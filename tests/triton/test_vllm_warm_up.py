@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
-from compile_tools import record, target
-from triton.compiler.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
 
 import tersekv
-from tersekv.dispatch.plan import plan
 from tersekv.integrations.vllm_pages import FORMATS, pages_of
 from tersekv.integrations.vllm_warm_up import DECODE_ROWS, Limits, calls, warm_up
 from tersekv.ops.append import append
@@ -23,23 +18,6 @@ from tersekv.ops.prefill import prefill
 LIMITS = Limits(requests=12, rows=300, decode_rows=3)
 HEADS, KV_HEADS, DIM, PAGE, COLUMNS = 32, 8, 128, 16, 64
 OPTIONS = {"softmax_scale": 0.1, "window": None, "sinks": None, "softcap": 0.0}
-
-
-@pytest.fixture
-def compiled(request, monkeypatch):
-    """Calls are planned for a chip and not run: what their kernels would be compiled for."""
-    found: set[tuple[str, str, str]] = set()
-
-    def note(op, call, backend, way=None):
-        p = plan(op, call, backend, arch=request.param)
-        for fn, _, args, kwargs in record(p.run, call, p.config):
-            bind = create_function_from_signature(fn.signature, fn.params, make_backend(target(request.param)))
-            _, specialization, options = bind(*args, **kwargs)
-            found.add((fn.__name__, str(specialization), str(options)))
-
-    for name in ("append", "attention"):
-        monkeypatch.setattr(importlib.import_module(f"tersekv.ops.{name}"), "dispatch_call", note)
-    return found
 
 
 def batch(counts: list[int]):

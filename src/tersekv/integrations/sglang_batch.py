@@ -62,8 +62,8 @@ class PagedBackend(AttentionBackend):
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        given = resolved_view(runner.server_args)
-        _refuse(runner, given, self.speculates)
+        server_args = resolved_view(runner.server_args)
+        _refuse(runner, server_args, self.speculates)
         # Models ask the backend for both.
         self.pool = self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
@@ -76,11 +76,11 @@ class PagedBackend(AttentionBackend):
         for part in parts:
             if not isinstance(part, self.pool_class):
                 raise NotImplementedError(f"token_to_kv_pool: want tersekv's, got {type(part).__name__} for this model")
-        speculative = getattr(given, "speculative_algorithm", None) is not None
+        speculative = getattr(server_args, "speculative_algorithm", None) is not None
         if self.hybrid and speculative:
-            got = given.speculative_algorithm
+            got = server_args.speculative_algorithm
             raise NotImplementedError(f"speculative_algorithm: want None for a hybrid model in tersekv, got {got!r}")
-        self.drafts: int = given.speculative_num_draft_tokens if speculative else 0
+        self.drafts: int = server_args.speculative_num_draft_tokens if speculative else 0
         self.page_size = parts[0].page_size
         self.slots = runner.req_to_token_pool.req_to_token  # [requests, tokens]
 
@@ -150,8 +150,8 @@ class PagedBackend(AttentionBackend):
         if self._verifies(batch):
             lens, rows = lens + self.drafts, {"mask": self._mask(batch) if mask is None else mask}
         elif mode in _EXTENDS:
-            told = batch.extend_seq_lens_cpu
-            most = batch.out_cache_loc.shape[0] if told is None else max(told, default=1)
+            extend_lens = batch.extend_seq_lens_cpu
+            most = batch.out_cache_loc.shape[0] if extend_lens is None else max(extend_lens, default=1)
             if most > 1:
                 ends = batch.extend_seq_lens.cumsum(0, dtype=torch.int32)
                 rows = {"cu_seqlens_q": torch.nn.functional.pad(ends, (1, 0)), "max_q_len": int(most)}
@@ -186,24 +186,24 @@ def refuse_layer(layer: Any, plain: dict[str, Any]) -> None:
             raise NotImplementedError(f"{name}: want {want!r} for tersekv, got {getattr(layer, name)!r}")
 
 
-def _refuse(runner: Any, given: Any, speculates: tuple[str | None, ...]) -> None:
+def _refuse(runner: Any, server_args: Any, speculates: tuple[str | None, ...]) -> None:
     """What these backends would not serve right, by name."""
     if torch.version.hip is not None:
         raise NotImplementedError(
             "tersekv in SGLang wants CUDA or a CPU: on ROCm, models write rows of their own dtype"
         )
-    got = getattr(given, "speculative_algorithm", None)
+    got = getattr(server_args, "speculative_algorithm", None)
     if got not in speculates:
         want = " or ".join(map(repr, speculates))
         raise NotImplementedError(f"speculative_algorithm: want {want} for attention_backend=tersekv, got {got!r}")
     for name, off in REFUSED.items():
-        got = getattr(given, name, off)
+        got = getattr(server_args, name, off)
         if got != off:
             raise NotImplementedError(f"{name}: want {off!r} for attention_backend=tersekv, got {got!r}")
-    if getattr(given, "enable_hierarchical_cache", False) and given.hicache_io_backend != "direct":
-        got = given.hicache_io_backend
+    if getattr(server_args, "enable_hierarchical_cache", False) and server_args.hicache_io_backend != "direct":
+        got = server_args.hicache_io_backend
         raise NotImplementedError(f"hicache_io_backend: want 'direct' for tersekv's host pool, got {got!r}")
-    graphs = getattr(given.cuda_graph_config, "prefill", None)
+    graphs = getattr(server_args.cuda_graph_config, "prefill", None)
     if graphs is not None and graphs.backend == "full":
         raise NotImplementedError("cuda_graph_backend_prefill: want 'breakable' or 'disabled' for tersekv, got 'full'")
     # As the user gave it: what SGLang makes of "auto" may follow a checkpoint's scales.

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 
-def draft_mask(seen: Tensor, seq_lens: Tensor, drafts: int, full: bool) -> Tensor:
+def draft_mask(visible: Tensor, seq_lens: Tensor, drafts: int, full: bool) -> Tensor:
     """Returns [B × drafts, W] uint16, W = 2 × ceil(drafts / 32): bit j of row i: draft i sees draft j.
 
-    seen:      bool, request after request [drafts, drafts]; full: [drafts, seq_len + drafts], with the earlier tokens.
+    visible:   bool, request after request [drafts, drafts]; full: [drafts, seq_len + drafts], with the earlier tokens.
                Requests behind its end are padding, and see anything
     seq_lens:  [B]  tokens before the drafts
     """
     if full:
-        seen = seen[_own_columns(seq_lens, drafts).clamp(max=len(seen) - 1)]
-    return _words(seen.view(-1, drafts))
+        visible = visible[_own_columns(seq_lens, drafts).clamp(max=len(visible) - 1)]
+    return _words(visible.view(-1, drafts))
 
 
 def _own_columns(seq_lens: Tensor, drafts: int) -> Tensor:
@@ -26,7 +26,7 @@ def _own_columns(seq_lens: Tensor, drafts: int) -> Tensor:
     return (starts + widths - drafts)[:, None, None] + each[:, None] * widths[:, None, None] + each
 
 
-def _words(seen: Tensor) -> Tensor:
-    bits = torch.nn.functional.pad(seen.int(), (0, -seen.shape[1] % 32)).unflatten(1, (-1, 16))
-    words = (bits << torch.arange(16, dtype=torch.int32, device=seen.device)).sum(-1, dtype=torch.int32)
+def _words(visible: Tensor) -> Tensor:
+    bits = torch.nn.functional.pad(visible.int(), (0, -visible.shape[1] % 32)).unflatten(1, (-1, 16))
+    words = (bits << torch.arange(16, dtype=torch.int32, device=visible.device)).sum(-1, dtype=torch.int32)
     return words.to(torch.int16).view(torch.uint16)  # few devices convert to uint16; the low bits are the same

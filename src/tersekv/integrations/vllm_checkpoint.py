@@ -42,13 +42,13 @@ def quantised_layers(config: Any) -> dict[int, str] | None:
 
     Raises ValueError for a map that cannot be read, and where vLLM would load no scales.
     """
-    told = _quantization(config)
-    told = {**told, **(told.get("quantization") or {})}
-    given = told.get(_MAP)
-    if not given:
+    quant = _quantization(config)
+    quant = {**quant, **(quant.get("quantization") or {})}
+    of_layers = quant.get(_MAP)
+    if not of_layers:
         return None
     found = {}
-    for name, layer in given.items():
+    for name, layer in of_layers.items():
         algorithm, number = layer.get("quant_algo"), layer_number(name)
         if algorithm not in _ALGORITHMS or number is None:
             want = f"layers named by one number, each with a quant_algo of {', '.join(_ALGORITHMS)}"
@@ -86,18 +86,18 @@ def _require_scale(layer_name: str, layer: Any, side: str, f: KVFormat, config: 
     values = getattr(layer, f"_{side}_scale").detach().float().flatten()
     if not bool((values.isfinite() & (values > 0)).all()):
         raise ValueError(f"{name}: want finite numbers above 0 for {f.name}, got {values.tolist()}")
-    told, model, number = _quantization(config), config.model_config, layer_number(layer_name)
+    quant, model, number = _quantization(config), config.model_config, layer_number(layer_name)
     # A draft's layers may be of no quantised checkpoint.
-    if not told or getattr(layer, "quant_config", None) is None or number is None or not bool((values == 1).all()):
+    if not quant or getattr(layer, "quant_config", None) is None or number is None or not bool((values == 1).all()):
         return
     kept = _scales(model.model, model.revision, config.load_config.download_dir)
     if kept is None:
         return
     endings = f"{side}_scale", "kv_scale"
     of_layer = [x for n, x in kept.items() if layer_number(n) == number and n.endswith(endings)]
-    scheme = told.get("kv_cache_scheme") or {}
+    scheme = quant.get("kv_cache_scheme") or {}
     # ModelOpt may leave out scales of 1.
-    if not of_layer and told.get("quant_method") == "compressed-tensors" and scheme.get("dynamic") is False:
+    if not of_layer and quant.get("quant_method") == "compressed-tensors" and scheme.get("dynamic") is False:
         raise ValueError(f"{name}: want it in the checkpoint, whose kv_cache_scheme is static, got none for {f.name}")
     if any(x.float().ne(1).any() for x in of_layer):
         got = [x.flatten().tolist() for x in of_layer]
@@ -107,8 +107,8 @@ def _require_scale(layer_name: str, layer: Any, side: str, f: KVFormat, config: 
 def _quantization(config: Any) -> dict[str, Any]:
     """A checkpoint's quantization_config; vLLM puts a hf_quant_config.json into its place."""
     model = config.model_config
-    told = getattr(model, "model_arch_config", None) or getattr(model, "hf_config", None)  # 0.26 has the second alone
-    return getattr(told, "quantization_config", None) or {}
+    hf = getattr(model, "model_arch_config", None) or getattr(model, "hf_config", None)  # 0.26 has the second alone
+    return getattr(hf, "quantization_config", None) or {}
 
 
 @lru_cache(maxsize=2)

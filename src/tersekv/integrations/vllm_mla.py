@@ -97,7 +97,12 @@ class LatentPages:
     kv_cache_dtype: str
     kv_lora_rank: int
     qk_rope_head_dim: int
+    _config: Any  # vLLM's, or None
     _pages: tuple[Any, PagedLatentLayer] | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        if self._config is not None:
+            require_scales(*layer_with(self, self._config), self.kv_cache_dtype, self._config, sides="k")
 
     def do_kv_cache_update(
         self,
@@ -168,10 +173,6 @@ class TersekvMLAImpl(LatentPages, MLACommonImpl[TersekvMLAMetadata]):
         )  # fmt: skip
         # Kernels for every cache take a query of 16 bits, which keeps its digits.
         self.supports_quant_query_input = False
-
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        if self._config is not None:
-            require_scales(*layer_with(self, self._config), self.kv_cache_dtype, self._config, sides="k")
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any

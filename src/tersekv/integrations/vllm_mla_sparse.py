@@ -14,17 +14,16 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.sparse_mla_attention import SharedTopkIndicesBuffer
 from vllm.v1.attention.backend import (
-    AttentionBackend,
     AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
     AttentionType,
     MLAAttentionImpl,
-    MultipleOf,
 )
 
 from ..ops.mla import mla_decode
 from .vllm import MLA_SPARSE_NAME
+from .vllm_checkpoint import require_alike
 from .vllm_mla import FORMATS, LatentPages, TersekvMLABackend
 from .vllm_saved import saved_file
 
@@ -32,37 +31,18 @@ from .vllm_saved import saved_file
 _UNUSED = ("q_lora_rank", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj", "index_group_builder")
 
 
-class TersekvMLASparseBackend(AttentionBackend):
-    supported_dtypes = TersekvMLABackend.supported_dtypes
-    supported_kv_cache_dtypes = TersekvMLABackend.supported_kv_cache_dtypes
-
+class TersekvMLASparseBackend(TersekvMLABackend):
     @staticmethod
     def get_name() -> str:
         return MLA_SPARSE_NAME
 
     @staticmethod
-    def get_impl_cls() -> type[TersekvMLASparseImpl]:
+    def get_impl_cls() -> type[TersekvMLASparseImpl]:  # type: ignore[override]
         return TersekvMLASparseImpl
 
     @staticmethod
-    def get_builder_cls() -> type[TersekvMLASparseMetadataBuilder]:
+    def get_builder_cls() -> type[TersekvMLASparseMetadataBuilder]:  # type: ignore[override]
         return TersekvMLASparseMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return TersekvMLABackend.get_supported_kernel_block_sizes(kv_cache_spec)
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return TersekvMLABackend.get_supported_head_sizes()
-
-    @classmethod
-    def supports_dtype(cls, dtype: torch.dtype) -> bool:
-        return TersekvMLABackend.supports_dtype(dtype)
-
-    @classmethod
-    def is_mla(cls) -> bool:
-        return True
 
     @classmethod
     def is_sparse(cls) -> bool:
@@ -132,7 +112,9 @@ class TersekvMLASparseImpl(LatentPages, SharedTopkIndicesBuffer, MLAAttentionImp
         topk_indices_buffer: Tensor | None = None,
         **mla: Any,
     ) -> None:
-        config = get_current_vllm_config_or_none()
+        self._config = config = get_current_vllm_config_or_none()
+        if config is not None:
+            require_alike(config)
         refused = {
             "alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap,
             "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
