@@ -1,4 +1,8 @@
-"""One backend and format in vLLM's engine, 8 layers of a Llama with the sizes of Llama-3-8B: right, then fast."""
+"""One backend and format in vLLM's engine, 8 layers with a known model's sizes and random weights: right, then fast.
+
+`speed`: Llama-3-8B's sizes. `hybrid`: Qwen3.5-27B's, a layer of four with attention and heads of 256, without experts.
+`sinks`: gpt-oss-20b's, heads of 64, sinks, a window of 128 in every other layer, 8 experts.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,25 @@ MODEL = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
 }  # fmt: skip
+HYBRID = {
+    **MODEL, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "rms_norm_eps": 1e-6,
+    "hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 24, "num_key_value_heads": 4,
+    "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "num_experts": 0,
+    "decoder_sparse_step": 1, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 48, "attention_bias": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+SINKS = {
+    **MODEL, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880,
+    "intermediate_size": 2880, "num_attention_heads": 64, "head_dim": 64, "num_local_experts": 8,
+    "num_experts_per_tok": 4, "sliding_window": 128, "attention_bias": True, "attention_dropout": 0.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 4, "swiglu_limit": 7.0, "router_aux_loss_coef": 0.9,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    },
+}  # fmt: skip
+MODELS = {"speed": MODEL, "hybrid": HYBRID, "sinks": SINKS}
 TINY_MODEL = {**MODEL, "vocab_size": 256, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
               "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}  # fmt: skip
 BLOCK = 64
@@ -33,11 +56,12 @@ BLOCK = 64
 class Sizes:
     """What is asked of the engine; `tiny`: so little that a CPU does it."""
 
-    def __init__(self, tiny: bool) -> None:
-        self.model = TINY_MODEL if tiny else MODEL
+    def __init__(self, kind: str, tiny: bool) -> None:
+        self.model = TINY_MODEL if tiny else MODELS[kind]
+        self.has_prefixes = kind != "hybrid"  # a hybrid's prefixes are cached by whole states, of many tokens
         self.batch, self.prompt, self.steps, self.repeats = (4, 256, 8, 1) if tiny else (32, 8192, 128, 3)
         # As much as this batch takes in 16 bits, its new tokens included, and an eighth more.
-        self.memory = (6 << 20) if tiny else (9 << 30)
+        self.memory = (6 << 20) if tiny else {"speed": 9 << 30, "hybrid": 5 << 29, "sinks": 9 << 29}[kind]
         self.requests, self.short, self.new = (12, 128, 16) if tiny else (512, 2048, 512)
         self.most = 16 if tiny else 512
         few = [1, self.batch // 4, self.batch]
@@ -51,19 +75,21 @@ def run(case: Case, work: Path) -> dict[str, Any]:
     """Everything of one case; a wrong result is not timed."""
     import torch
 
-    s, compiled = Sizes(case.tiny), Compiled()
+    s, compiled = Sizes(case.kind, case.tiny), Compiled()
     began = time.perf_counter()
     options: dict[str, Any] = {
-        "load_format": "dummy", "max_model_len": s.prompt + 256, "max_num_seqs": s.most, "block_size": BLOCK,
-        "max_num_batched_tokens": 96 if case.tiny else 8192, "enable_prefix_caching": True,
+        "load_format": "dummy", "max_model_len": s.prompt + 256, "max_num_seqs": s.most,
+        "max_num_batched_tokens": 96 if case.tiny else 8192, "enable_prefix_caching": s.has_prefixes,
         "max_logprobs": s.model["vocab_size"], "kv_cache_memory_bytes": s.memory,
         "compilation_config": {
             "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": s.graphs,
         },
     }  # fmt: skip
+    if s.has_prefixes:  # of a hybrid the engine chooses: as large as a state
+        options["block_size"] = BLOCK
     if case.tiny:  # on a CPU the platform counts in its own unit
         options |= {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": 64}
-    with engine(config(work / "model", **s.model), case, **options) as llm:
+    with engine(config(work / case.kind, **s.model), case, **options) as llm:
         llm.apply_model(draw_weights)
         record: dict[str, Any] = {"init_s": time.perf_counter() - began, "compiled_before": len(compiled.clear())}
         record |= {"cache_tokens": tokens_of(llm), "gpu": gpu(), "torch": torch.__version__}
@@ -83,22 +109,31 @@ def run(case: Case, work: Path) -> dict[str, Any]:
 
 
 def check(llm: Any, case: Case, s: Sizes, work: Path) -> dict[str, Any]:
-    """First tokens of prompts of many lengths beside the reference's: as prompts, then as rows over cached pages."""
+    """Two tokens of prompts of many lengths beside the reference's: of the prompts' rows, and of one row over pages.
+
+    With prefixes the second row is the first once more, its prompt but one token cached; else it is the next token's,
+    where the tokens before it are equal.
+    """
     import torch
 
-    vocabulary, rows = s.model["vocab_size"], []
-    asked = prompts(s, 1, s.checked)
-    for _ in range(2):
-        outs = generate(llm, asked, 1, logprobs=vocabulary)
-        rows.append(torch.stack([log_probabilities(o.outputs[0].logprobs[0], vocabulary) for o in outs]))
-    path = work / f"reference{'_tiny' if case.tiny else ''}.pt"
+    vocabulary, asked = s.model["vocab_size"], prompts(s, 1, s.checked)
+
+    def rows(outs: list[Any], token: int) -> Any:
+        return torch.stack([log_probabilities(o.outputs[0].logprobs[token], vocabulary) for o in outs])
+
+    outs = generate(llm, asked, 1 if s.has_prefixes else 2, logprobs=vocabulary)
+    got = [rows(outs, 0), rows(generate(llm, asked, 1, logprobs=vocabulary), 0) if s.has_prefixes else rows(outs, 1)]
+    path = work / f"reference_{case.kind}{'_tiny' if case.tiny else ''}.pt"
     if case.is_reference or not path.exists():
-        torch.save(rows[0], path)
+        torch.save(got if not s.has_prefixes else [got[0], got[0]], path)
     want = torch.load(path)
+    same = [got[i].argmax(-1) == want[i].argmax(-1) for i in range(2)]
+    asked_alike = same[0] if not s.has_prefixes else torch.ones_like(same[0])
+    if asked_alike.sum() < len(asked) / 2:
+        raise RuntimeError(f"want the reference's first token of half the prompts, got {int(same[0].sum())}")
     return {
-        "apart": apart(rows[0], want), "apart_cached": apart(rows[1], want), "prompts": len(want),
-        "same_tokens": int((rows[0].argmax(-1) == want.argmax(-1)).sum()),
-        "same_tokens_cached": int((rows[1].argmax(-1) == want.argmax(-1)).sum()),
+        "apart": apart(got[0], want[0]), "apart_cached": apart(got[1][asked_alike], want[1][asked_alike]),
+        "prompts": len(asked), "same_tokens": int(same[0].sum()), "same_tokens_cached": int(same[1].sum()),
     }  # fmt: skip
 
 

@@ -3,7 +3,8 @@
     python scripts/vllm_page.py            check: exit code 1 if a table is out of date
     python scripts/vllm_page.py --write    bring them up to date
 
-From the lines that benchmarks/vllm_serving.py kept in benchmarks/results.
+From the lines that benchmarks/vllm_serving.py kept in benchmarks/results: of Llama-3-8B's sizes on an H200, of other
+models' on an H100.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import pages
 from pages import ROOT
 from svg import Picture
 
-PAGE, RESULTS = ROOT / "docs" / "serving.md", ROOT / "benchmarks" / "results" / "vllm" / "h200.jsonl"
+PAGE, RESULTS = ROOT / "docs" / "serving.md", ROOT / "benchmarks" / "results" / "vllm"
+MODELS = {"hybrid": "Qwen3.5-27B, no experts", "sinks": "gpt-oss-20b, 8 experts"}
 PICTURE = ROOT / "docs" / "pictures" / "vllm_h200.svg"
 REFERENCE = ("FLASH_ATTN", "auto")
 # What the picture shows, and how its numbers are written.
@@ -31,8 +33,9 @@ BARS = {
 ACCEPTED = {"perplexity": "", "windows": "windows and sinks", "ranks": "2 GPUs"}
 
 
-def kept() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+def kept(chip: str = "h200") -> list[dict[str, Any]]:
+    path = RESULTS / f"{chip}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def speed(lines: Iterable[dict[str, Any]]) -> str:
@@ -40,10 +43,32 @@ def speed(lines: Iterable[dict[str, Any]]) -> str:
     found = [r for r in lines if r["kind"] == "speed"]
     if not found:
         return "\nNo run is kept yet.\n\n"
-    firsts = {r.get("run"): r for r in found if (r["backend"], r["dtype"]) == REFERENCE}
+    head, rows = rows_of_speed(found)
+    shown = f"![A bar a cache dtype: {', '.join(what for what, _ in BARS.values())}](pictures/{PICTURE.name})"
+    return f"\n{chips(found)}\n\n{shown}\n\n{pages.table(head, rows)}\n"
+
+
+def models(lines: Iterable[dict[str, Any]]) -> str:
+    """The same of other models' sizes, a row a model, backend and dtype."""
+    found = [r for r in lines if r["kind"] in MODELS]
+    if not found:
+        return "\nNo run is kept yet.\n\n"
+    head, rows = rows_of_speed(found)
+    rows = [[MODELS[r["kind"]], *row] for r, row in zip(found, rows, strict=True)]
+    return f"\n{chips(found)}\n\n{pages.table(['model', *head], rows)}\n"
+
+
+def chips(found: list[dict[str, Any]]) -> str:
+    about = {(r["gpu"], r["torch"]) for r in found if "gpu" in r}
+    return "; ".join(f"{gpu}, PyTorch {torch}" for gpu, torch in sorted(about))
+
+
+def rows_of_speed(found: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The head, and a row of each line."""
+    firsts = {(r["kind"], r.get("run")): r for r in found if (r["backend"], r["dtype"]) == REFERENCE}
     rows = []
     for r in found:
-        first = firsts.get(r.get("run"), {})
+        first = firsts.get((r["kind"], r.get("run")), {})
         name = [backend(r), f"`{r['dtype']}`"]
         if "step_ms" not in r:
             rows.append([*name, *["-"] * 5, r["reason"]])
@@ -53,12 +78,9 @@ def speed(lines: Iterable[dict[str, Any]]) -> str:
             f"{r['cache_tokens']:,}", f"{r['serve_tokens_s']:,.0f}{ratio(r, first, 'serve_tokens_s')}",
             f"{r['apart_cached']:.3f}" + (f"; {r['reason']}" if "reason" in r else ""),
         ])  # fmt: skip
-    about = {(r["gpu"], r["torch"]) for r in found if "gpu" in r}
-    where = "; ".join(f"{gpu}, PyTorch {torch}" for gpu, torch in sorted(about))
     head = ["backend", "`--kv-cache-dtype`", "prefill, tokens/s", "first token, ms", "decode step, ms",
             "tokens that fit", "tokens/s, many requests", "log-probabilities apart"]  # fmt: skip
-    shown = f"![A bar a cache dtype: {', '.join(what for what, _ in BARS.values())}](pictures/{PICTURE.name})"
-    return f"\n{where}\n\n{shown}\n\n{pages.table(head, rows)}\n"
+    return head, rows
 
 
 def drawn(lines: Iterable[dict[str, Any]]) -> str:
@@ -111,7 +133,10 @@ def accepted(lines: Iterable[dict[str, Any]]) -> str:
     return f"\n{pages.table(head, rows)}\n"
 
 
-TABLES = {"vllm_speed": lambda: speed(kept()), "vllm_accepted": lambda: accepted(kept())}
+TABLES = {
+    "vllm_speed": lambda: speed(kept()), "vllm_models": lambda: models(kept("h100")),
+    "vllm_accepted": lambda: accepted(kept()),
+}  # fmt: skip
 
 
 def wanted() -> dict[Path, str]:
