@@ -123,19 +123,19 @@ def publish_work_tile(SMEM, q_row, num_rows, causal_limit, num_keys, num_n_block
 
 
 @gluon.jit
-def unpack_work_tile(tile_info):
+def unpack_work_tile(info_fields):
     """Returns a work tile's WorkTileInfo, as it was published."""
     q_row, num_rows, causal_limit = (
-        element_as_scalar(tile_info, 0), element_as_scalar(tile_info, 1), element_as_scalar(tile_info, 2),
+        element_as_scalar(info_fields, 0), element_as_scalar(info_fields, 1), element_as_scalar(info_fields, 2),
     )  # fmt: skip
     return WorkTileInfo(
-        q_row, num_rows, causal_limit, element_as_scalar(tile_info, 3), element_as_scalar(tile_info, 4),
-        element_as_scalar(tile_info, 5),
+        q_row, num_rows, causal_limit, element_as_scalar(info_fields, 3), element_as_scalar(info_fields, 4),
+        element_as_scalar(info_fields, 5),
     )  # fmt: skip
 
 
 @gluon.jit
-def work_tile_coords(i_work_tile, num_m_blocks, H, heads_per_l2_group):
+def request_head_and_m_block_of_work_tile(i_work_tile, num_m_blocks, H, heads_per_l2_group):
     """Returns (request, head, m_block): late blocks first, within groups of heads."""
     i_request = i_work_tile // (num_m_blocks * H)
     i_in_request = i_work_tile % (num_m_blocks * H)
@@ -173,7 +173,7 @@ def start_qk(q, q_pe, k, k_pe, SCORE_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def zero_oob_and_nan_v_rows_in_smem(smem_v, num_valid):
+def zero_oob_rows_and_nan_elements_of_smem_v(smem_v, num_valid):
     """Zeroes invalid rows and NaN in a tile of V: P = 0 does not hide NaN.
 
     A NaN of the request's own later tokens is zeroed too; queries that see such a token still get NaN from its key.
