@@ -351,7 +351,7 @@ def rescale_state_to_new_max(row_max_new, row_max, row_sum, acc_o, ACC_LAYOUT: g
 
 
 @gluon.jit
-def accumulate_pv_fp8(
+def accumulate_pv_and_wait_fp8(
     acc_o, ckv, stage, first_v_chunk, p_buffers, I_P_BUFFER: gl.constexpr, SAVE_REGISTERS: gl.constexpr,
     ACC_LAYOUT: gl.constexpr,
     cfg: gl.constexpr,
@@ -379,7 +379,7 @@ def accumulate_pv_fp8(
 
 
 @gluon.jit
-def accumulate_pv_bf16(acc_o, ckv, stage, smem_p):
+def accumulate_pv_and_wait_bf16(acc_o, ckv, stage, smem_p):
     """Returns acc_o + V, transposed, times P [BLOCK_N, BLOCK_M]."""
     out = ()
     for i in gl.static_range(NUM_COLUMN_TILES):
@@ -473,11 +473,11 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, first_kv_it
         fence_async_shared()
         # PV; release the stage.
         if IS_FP8:
-            acc_o = accumulate_pv_fp8(
+            acc_o = accumulate_pv_and_wait_fp8(
                 acc_o, smem_kv.latents, stage, first_v, smem_p, I_CONSUMER, cfg.BLOCK_M >= 32, SCORE_LAYOUT, cfg
             )
         else:
-            acc_o = accumulate_pv_bf16(acc_o, smem_kv.latents, stage, smem_p.index(opaque_zero))
+            acc_o = accumulate_pv_and_wait_bf16(acc_o, smem_kv.latents, stage, smem_p.index(opaque_zero))
         mbarrier.arrive(empty.index(stage))
     return SoftmaxState(row_max, gl.sum(gl.sum(row_sum, 1), 0), acc_o)
 

@@ -223,7 +223,7 @@ def output_residual_and_lse_ptrs_and_masks(
     args, tile_info, I_CONSUMER: gl.constexpr, SCORE_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr, DV: gl.constexpr
 ):
     """Returns pointers to a work tile's out, OUT_RESIDUAL and lse; masks of out and lse."""
-    strides, q_row, num_queries = args.strides, tile_info.q_row, tile_info.num_rows
+    strides, q_row, num_queries = args.strides, tile_info.q_row, tile_info.valid_row_bound
     head = tile_info.head.to(gl.int64)
     o_v = gl.arange(0, DV, gl.SliceLayout(0, ACC_LAYOUT))
     o_mo = gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, ACC_LAYOUT)) + I_CONSUMER * ROWS_PER_WARPGROUP
@@ -435,7 +435,7 @@ def attention_kernel(
 # Its launch, and arguments that both attention kernels take.
 
 
-def tensor_map_args(f: SimpleNamespace, num_rows: int, block_n: int) -> dict[str, TensorMapArg]:
+def query_and_kv_tensor_map_args(f: SimpleNamespace, num_rows: int, block_n: int) -> dict[str, TensorMapArg]:
     """Returns tensor maps of queries and keys, by key blocks of `block_n`."""
     heads, nope, rope, dim_v = head_dims(f)
     tokens = f.q.shape[0]
@@ -501,9 +501,8 @@ def make_attention_launch(
     only_if_overflowed: the kernel does something only where that of three warpgroups overflowed
     """
     several_chunks = has_previous_chunk or has_next_chunk
-    arguments = tensor_map_args(f, num_rows, BLOCK_N) | attention_args_without_tensor_maps(f, i_chunk, num_rows,
-        BLOCK_M.value,
-                                                                       several_chunks) | {
+    arguments = query_and_kv_tensor_map_args(f, num_rows, BLOCK_N)
+    arguments |= attention_args_without_tensor_maps(f, i_chunk, num_rows, BLOCK_M.value, several_chunks) | {
         **tensor_args(OUT_RESIDUAL="OUT_RESIDUAL" if several_chunks else "out", WORK_COUNTER="WORK_COUNTER"),
         # read only if needed
         "OVERFLOW_FLAG": TensorArg("WORK_COUNTER", row=OVERFLOWED if only_if_overflowed else 0),

@@ -30,7 +30,12 @@ from ...versions import thread_barrier, tma_load
 from ..parts.online_softmax import pack_p_16bit, row_sums_by_lane, softmax_step, split_columns, unpack_p_16bit
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_launch_dependents, pdl_wait
 from ..parts.tensor_maps import tensor_map_arg
-from .attention import OVERFLOWED, TAKEN_BY_THREE_WARPGROUPS, attention_args_without_tensor_maps, tensor_map_args
+from .attention import (
+    OVERFLOWED,
+    TAKEN_BY_THREE_WARPGROUPS,
+    attention_args_without_tensor_maps,
+    query_and_kv_tensor_map_args,
+)
 from .tile_scheduler import (
     LN2,
     ROWS_PER_WARPGROUP,
@@ -90,12 +95,12 @@ class ConsumerArgs(NamedTuple):
 
 
 @gluon.jit
-def acquire_and_copy_v_key_half(tensor_maps, kv_row, o_column, v_iter, buffers, mbarriers):
+def acquire_and_copy_v_key_half(tensor_maps, kv_row, first_column, half_iter, buffers, mbarriers):
     """Copies half a key block of V."""
-    stage = v_iter % STAGES_V
-    mbarrier.wait(mbarriers.v_empty.index(stage), ((v_iter // STAGES_V) & 1) ^ 1)
+    stage = half_iter % STAGES_V
+    mbarrier.wait(mbarriers.v_empty.index(stage), ((half_iter // STAGES_V) & 1) ^ 1)
     mbarrier.expect(mbarriers.v_full.index(stage), HALF_BLOCK_N * buffers.v.shape[2] * 2)
-    tma_load(tensor_maps.VALUES, [kv_row, o_column], mbarriers.v_full.index(stage), buffers.v.index(stage))
+    tma_load(tensor_maps.VALUES, [kv_row, first_column], mbarriers.v_full.index(stage), buffers.v.index(stage))
 
 
 @gluon.jit
@@ -262,7 +267,7 @@ def wait_and_release_tiles_unread(kv_iter, num_tiles, mbarriers):
 @gluon.jit
 def store_output_lse_and_flag_overflow(args, tile_info, state, I_CONSUMER: gl.constexpr, STORE_LSE: gl.constexpr):
     """Stores a work tile's output, and sets OVERFLOW_FLAG where it overflowed."""
-    OUT, strides, q_row, first_valid_row = args.OUT, args.strides, tile_info.q_row, tile_info.num_rows
+    OUT, strides, q_row, first_valid_row = args.OUT, args.strides, tile_info.q_row, tile_info.valid_row_bound
     acc_o, row_max, row_sum = state
     O: gl.constexpr = acc_o.type.layout
     M: gl.constexpr = row_max.type.layout
@@ -321,7 +326,7 @@ def consumer(args, I_CONSUMER: gl.constexpr, STORE_LSE: gl.constexpr):
         if num_n_blocks >= 0:
             visible_keys = gl.minimum(num_keys, causal_limit + (I_CONSUMER + 1) * ROWS_PER_WARPGROUP)  # to these rows
             num_own_blocks = gl.where(
-                tile_info.num_rows < (I_CONSUMER + 1) * ROWS_PER_WARPGROUP,
+                tile_info.valid_row_bound < (I_CONSUMER + 1) * ROWS_PER_WARPGROUP,
                 gl.maximum((visible_keys + BLOCK_N - 1) // BLOCK_N, 0),
                 0,
             )
@@ -435,7 +440,8 @@ def is_faster_than_two_warpgroups(f: SimpleNamespace, num_sms: int) -> bool:
 
 def make_attention_launch(f: SimpleNamespace, i_chunk: int, num_rows: int, num_sms: int, use_pdl: bool) -> KernelLaunch:
     """Returns the launch for the only chunk, of `num_rows` rows (WORK_COUNTER: `attention.make_attention_launch`)."""
-    tensor_maps, dim_v, columns = tensor_map_args(f, num_rows, BLOCK_N.value), f.out.shape[2], f.kv_b_proj.shape[0]
+    tensor_maps = query_and_kv_tensor_map_args(f, num_rows, BLOCK_N.value)
+    dim_v, columns = f.out.shape[2], f.kv_b_proj.shape[0]
     layout = gl.NVMMASharedLayout.get_default_for([ROWS_PER_WARPGROUP.value, 64], gl.bfloat16)
     arguments = attention_args_without_tensor_maps(f, i_chunk, num_rows, BLOCK_M.value, False) | {
         "Q": tensor_maps["Q"], "Q_PE_MAP": tensor_maps["Q_PE_MAP"], "KEYS": tensor_maps["KV"],

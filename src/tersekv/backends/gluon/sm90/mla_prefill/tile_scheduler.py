@@ -87,7 +87,7 @@ class WorkTileInfo(NamedTuple):
     """A work tile as published to the consumers. Which num_n_blocks ends the loop, each kernel's `producer` says."""
 
     q_row: gl.tensor  # first row of q
-    num_rows: gl.tensor  # valid queries, or the first valid one (three warpgroups)
+    valid_row_bound: gl.tensor  # end of the valid queries; with three warpgroups the first valid one
     causal_limit: gl.tensor  # last visible key of query 0
     num_keys: gl.tensor
     num_n_blocks: gl.tensor
@@ -105,7 +105,7 @@ def element_as_scalar(x, i: gl.constexpr):
 
 
 @gluon.jit
-def publish_work_tile(SMEM, q_row, num_rows, causal_limit, num_keys, num_n_blocks, head):
+def publish_work_tile(SMEM, q_row, valid_row_bound, causal_limit, num_keys, num_n_blocks, head):
     """Stores a work tile's info in shared memory, in the order of WorkTileInfo."""
     REPLICATED_LAYOUT: gl.constexpr = gl.BlockedLayout([TILE_INFO_FIELDS], [32], [1], [0])
     o = gl.arange(0, TILE_INFO_FIELDS, REPLICATED_LAYOUT)
@@ -114,7 +114,7 @@ def publish_work_tile(SMEM, q_row, num_rows, causal_limit, num_keys, num_n_block
         q_row,
         gl.where(
             o == 1,
-            num_rows,
+            valid_row_bound,
             gl.where(o == 2, causal_limit, gl.where(o == 3, num_keys, gl.where(o == 4, num_n_blocks, head))),
         ),
     )
@@ -125,11 +125,11 @@ def publish_work_tile(SMEM, q_row, num_rows, causal_limit, num_keys, num_n_block
 @gluon.jit
 def unpack_work_tile(info_fields):
     """Returns a work tile's WorkTileInfo, as it was published."""
-    q_row, num_rows, causal_limit = (
+    q_row, valid_row_bound, causal_limit = (
         element_as_scalar(info_fields, 0), element_as_scalar(info_fields, 1), element_as_scalar(info_fields, 2),
     )  # fmt: skip
     return WorkTileInfo(
-        q_row, num_rows, causal_limit, element_as_scalar(info_fields, 3), element_as_scalar(info_fields, 4),
+        q_row, valid_row_bound, causal_limit, element_as_scalar(info_fields, 3), element_as_scalar(info_fields, 4),
         element_as_scalar(info_fields, 5),
     )  # fmt: skip
 

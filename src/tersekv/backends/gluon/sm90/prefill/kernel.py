@@ -222,20 +222,20 @@ def prefill_kernel(
     store_empty_output_of_padding_rows(OUT, LSE, load_q_begin(CU_SEQLENS_Q, B, True), T, strides, cfg)
     score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E
     output_scale = load_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE)
-    cached_score_scale, v_scales_smem = (
+    cached_score_scale, cached_v_scale = (
         score_scale * cfg.K_RESIDUAL_SCALE,
         softcap * 0.0 + cfg.V_RESIDUAL_SCALE,
     )  # a tensor even without a scale
     if not cfg.HAS_K_SCALE:
         cached_score_scale = cached_score_scale * k_scale
     if not cfg.HAS_V_SCALE:
-        v_scales_smem = v_scales_smem * v_scale
+        cached_v_scale = cached_v_scale * v_scale
     tensors, rotation = (OUT, LSE, SINKS), RotationTensors(K_SIGNS, V_SIGNS, K_CHANNEL_SCALES, V_CHANNEL_SCALES)
     tensor_maps, page_table_and_lengths = (Q, K, V), (PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q)
     # Warp roles: converter, two consumers, producer.
     if cfg.HAS_NEW_KV:
         call_scales = NewAndCachedScales(
-            score_scale, cached_score_scale, K_SCALE, v_scales_smem, V_SCALE, output_scale, softcap, rotation
+            score_scale, cached_score_scale, K_SCALE, cached_v_scale, V_SCALE, output_scale, softcap, rotation
         )
         NEW_DTYPE: gl.constexpr = K_NEW.dtype
         smem_stages, code_stages, new_maps = (
@@ -246,7 +246,7 @@ def prefill_kernel(
             page_table_and_lengths, B, Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
         )  # fmt: skip
     elif cfg.CODE_STAGES > 0:
-        call_scales = CallScales(cached_score_scale, K_SCALE, v_scales_smem * output_scale, V_SCALE, softcap, rotation)
+        call_scales = CallScales(cached_score_scale, K_SCALE, cached_v_scale * output_scale, V_SCALE, softcap, rotation)
         v_read_stages = v_stages
         if cfg.FP8_PV:
             v_read_stages = view_as_e4m3(v_stages)
@@ -264,7 +264,7 @@ def prefill_kernel(
             [4, 4, 1], [cfg.CONSUMER_REGISTERS, cfg.SECOND_CONSUMER_REGISTERS, 24],
         )  # fmt: skip
     else:
-        call_scales = CallScales(cached_score_scale, K_SCALE, v_scales_smem * output_scale, V_SCALE, softcap, rotation)
+        call_scales = CallScales(cached_score_scale, K_SCALE, cached_v_scale * output_scale, V_SCALE, softcap, rotation)
         gl.warp_specialize(
             [
                 (consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,

@@ -183,9 +183,11 @@ def acquire_and_copy_new_kv_stage(
 
 
 @gluon.jit
-def publish_work_tile_to_converter(work_tile, cached_prefix, q_stages, tile_info, num_done, NUM_READERS: gl.constexpr):
+def publish_work_tile_to_converter(
+    work_tile, cached_prefix, q_stages, tile_info, num_done, NUM_TILE_READERS: gl.constexpr
+):
     """Publishes a work tile for the converter, if there is one."""
-    for i in gl.static_range(2, NUM_READERS):
+    for i in gl.static_range(2, NUM_TILE_READERS):
         mbarrier.wait(q_stages.empty_barriers.index(i), (num_done & 1) ^ 1)
         publish_work_tile(tile_info.index(i), work_tile, cached_prefix)
         mbarrier.arrive(q_stages.full_barriers.index(i), count=1)
@@ -273,7 +275,7 @@ def copy_queries_and_new_kv(new_maps, new_kv_stages, query_args, Q, new_iter, kv
 @gluon.jit
 def producer(
     tensor_maps, new_maps, page_table_and_lengths, B, stride_table_b, q_stages, tile_info, k_stages, v_stages,
-    new_kv_stages, NUM_READERS: gl.constexpr, cfg: gl.constexpr,
+    new_kv_stages, NUM_TILE_READERS: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Copies all work tiles of this CTA, then publishes an empty work tile as the end.
 
@@ -304,7 +306,7 @@ def producer(
             )
             page_table = PAGE_TABLE + i_request.to(gl.int64) * stride_table_b
             kv_head = kv_head_of(work_tile, cfg)
-            publish_work_tile_to_converter(work_tile, cached_prefix, q_stages, tile_info, num_done, NUM_READERS)
+            publish_work_tile_to_converter(work_tile, cached_prefix, q_stages, tile_info, num_done, NUM_TILE_READERS)
             query_args = (q_stages, tile_info, work_tile, cached_prefix, num_done)
             if cfg.HAS_NEW_KV:
                 # New K and V, then the cached ones.
@@ -351,4 +353,4 @@ def producer(
         mbarrier.wait(q_stages.empty_barriers.index(i_consumer), (num_done & 1) ^ 1)
         publish_work_tile(tile_info.index(i_consumer), no_tile, no_prefix)
         mbarrier.arrive(q_stages.full_barriers.index(i_consumer), count=1)
-    publish_work_tile_to_converter(no_tile, no_prefix, q_stages, tile_info, num_done, NUM_READERS)
+    publish_work_tile_to_converter(no_tile, no_prefix, q_stages, tile_info, num_done, NUM_TILE_READERS)
