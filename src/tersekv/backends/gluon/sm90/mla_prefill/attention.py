@@ -501,7 +501,7 @@ def make_attention_launch(
     only_if_overflowed: the kernel does something only where that of three warpgroups overflowed
     """
     several_chunks = has_previous_chunk or has_next_chunk
-    arguments = query_and_kv_tensor_map_args(f, num_rows, BLOCK_N)
+    arguments: dict[str, Any] = query_and_kv_tensor_map_args(f, num_rows, BLOCK_N)
     arguments |= attention_args_without_tensor_maps(f, i_chunk, num_rows, BLOCK_M.value, several_chunks) | {
         **tensor_args(OUT_RESIDUAL="OUT_RESIDUAL" if several_chunks else "out", WORK_COUNTER="WORK_COUNTER"),
         # read only if needed
