@@ -15,7 +15,7 @@ from tersekv.backends.gluon import attention, decode, prefill
 from tersekv.backends.gluon.sm90.prefill.config import (
     make_prefill_config,
     max_work_tiles,
-    tensor_map_by_name,
+    tensor_map_of_argument,
     tma_tensor_names,
 )
 from tersekv.cache import PagedKVCache
@@ -287,7 +287,7 @@ def test_pages_are_a_dimension_of_the_maps(fmt, page_size):
     """A copy is of one page, and takes its place in panels of 128 bytes."""
     call = call_of(fmt, page_size=page_size, layout="HND", new=True)
     c = make_prefill_config(facts_of(call))
-    q, k, v, *new = (tensor_map_by_name(getattr(call, name), name, c) for name in tma_tensor_names(call))
+    q, k, v, *new = (tensor_map_of_argument(getattr(call, name), name, c) for name in tma_tensor_names(call))
     assert list(q.block_shape) == [16, 4, 64]
     assert k.block_shape[:3] == v.block_shape[:3] == [1, 1, min(page_size & -page_size, 128)]
     assert k.shape[0] == 8

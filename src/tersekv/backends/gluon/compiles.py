@@ -36,13 +36,13 @@ def why_not(op: str) -> str | None:
         return None
     with _lock:
         if (version, op) not in _results:
-            _results[version, op] = _why_not_compiles_cached(version, op)
+            _results[version, op] = _why_not_compiles_disk_cached(version, op)
         reason = _results[version, op]
     return None if reason is None else f"does not compile with Triton {version}: {reason}. Install {RANGE}"
 
 
-def _why_not_compiles_cached(version: str, op: str) -> str | None:
-    path = _result_path(version, op)
+def _why_not_compiles_disk_cached(triton_version: str, op: str) -> str | None:
+    path = _result_path(triton_version, op)
     try:
         kept = json.loads(path.read_text())
         return kept["reason"]
@@ -50,13 +50,13 @@ def _why_not_compiles_cached(version: str, op: str) -> str | None:
         pass
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"{op}: whether its kernels compile with Triton {version} is not known yet, and is not found out while a "
-            "CUDA graph is captured: call it once before"
+            f"{op}: whether its kernels compile with Triton {triton_version} is not known yet, and is not found out "
+            "while a CUDA graph is captured: call it once before"
         )
-    _log.info("compiling the kernels of %s, to see whether Triton %s can", op, version)
+    _log.info("compiling the kernels of %s, to see whether Triton %s can", op, triton_version)
     reason, lasting = _why_not_compiles_and_is_permanent(op)
     if lasting:
-        _store_result(path, {"triton": version, "op": op, "reason": reason})
+        _write_result_json(path, {"triton": triton_version, "op": op, "reason": reason})
     return reason
 
 
@@ -75,7 +75,7 @@ def _why_not_compiles_and_is_permanent(op: str) -> tuple[str | None, bool]:
     return f"the compiler ended with exit code {done.returncode}: {said}", died
 
 
-def _store_result(path: Path, result: dict) -> None:
+def _write_result_json(path: Path, result: dict) -> None:
     """Stores the result atomically: several processes may write at once. Unwritable folders are skipped."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,6 +86,6 @@ def _store_result(path: Path, result: dict) -> None:
         _log.info("%s is not kept: %s", path, e)
 
 
-def _result_path(version: str, op: str) -> Path:
-    key = hashlib.sha256(f"{version} {kernel_sources_hash()}".encode()).hexdigest()[:16]
+def _result_path(triton_version: str, op: str) -> Path:
+    key = hashlib.sha256(f"{triton_version} {kernel_sources_hash()}".encode()).hexdigest()[:16]
     return cache_dir() / "tersekv" / f"{op}-{key}.json"

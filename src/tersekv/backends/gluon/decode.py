@@ -125,7 +125,7 @@ def why_not(f: SimpleNamespace) -> str | None:
         if f.q.dtype == torch.float16:
             return "wants a bfloat16 or 8-bit q with bf16, got float16"
         return "wants keys that lie as they are with bf16, got rotated ones or such with channel scales"
-    if f.head_dim_parts > 1 and (reason := _why_not_head_dim_parts(f)):
+    if f.head_dim_parts > 1 and (reason := _why_not_with_head_dim_parts(f)):
         return reason
     d, dv = f.q.shape[2], f.out.shape[2]
     if any(n % 16 or not 64 <= n <= MAX_PART_COLUMNS for n in (d, dv)):
@@ -163,7 +163,7 @@ def why_not(f: SimpleNamespace) -> str | None:
     return None
 
 
-def _why_not_head_dim_parts(f: SimpleNamespace) -> str | None:
+def _why_not_with_head_dim_parts(f: SimpleNamespace) -> str | None:
     """Returns what else these kernels want of heads that are divided in column parts."""
     d = f.q.shape[2] * f.head_dim_parts
     if is_large_m(f):
@@ -283,24 +283,27 @@ def _split_pass_args(f: SimpleNamespace, tensor_map_specs: dict[str, TensorMapSp
 def _make_tile_config(
     f: SimpleNamespace,
     tuned: TileConfig,
-    k: KVLayout,
-    v: KVLayout,
-    k_spec: TensorMapSpec,
-    head_fields: tuple[int, int],
-    combine_fields: tuple[int, ...],
+    k_layout: KVLayout,
+    v_layout: KVLayout,
+    k_map_spec: TensorMapSpec,
+    heads_per_cta_and_dim_parts: tuple[int, int],
+    m_blocks_and_combine_tiles: tuple[int, ...],
 ) -> DecodeTileConfig:
-    """Returns the record of constants; head_fields: its first ones; combine_fields: its last."""
-    heads_per_cta = head_fields[0]
-    copies_per_buffer = MMA_KEYS // k_spec.box[-2]
-    keys_per_buffer = k_spec.tiles_per_copy * k_spec.box[-2] * copies_per_buffer
+    """Returns the record of constants, of which two parameters hold the first and the last ones."""
+    heads_per_cta = heads_per_cta_and_dim_parts[0]
+    copies_per_buffer = MMA_KEYS // k_map_spec.box[-2]
+    keys_per_buffer = k_map_spec.tiles_per_copy * k_map_spec.box[-2] * copies_per_buffer
     if tuned.shared_tiles and f.k_scale_cache is not None:
-        k, v = (replace(x, SCALE_STRIDES=s.stride[:3]) for x, s in ((k, f.k_scale_cache), (v, f.v_scale_cache)))
+        k_layout, v_layout = (
+            replace(x, SCALE_STRIDES=s.stride[:3])
+            for x, s in ((k_layout, f.k_scale_cache), (v_layout, f.v_scale_cache))
+        )
     return DecodeTileConfig(
-        *head_fields, tuned.warps_per_head, tuned.shared_tiles, f.k_cache.shape[2] // heads_per_cta, MMA_KEYS,
-        tuned.block_n // MMA_KEYS, keys_per_buffer, tuned.block_n // keys_per_buffer, copies_per_buffer,
+        *heads_per_cta_and_dim_parts, tuned.warps_per_head, tuned.shared_tiles, f.k_cache.shape[2] // heads_per_cta,
+        MMA_KEYS, tuned.block_n // MMA_KEYS, keys_per_buffer, tuned.block_n // keys_per_buffer, copies_per_buffer,
         tuned.num_stages,
         f.q.shape[2],
         num_prefetched_query_stages(f, tuned, heads_per_cta),
         tuned.converted_stages,
-        k, v, *combine_fields,
+        k_layout, v_layout, *m_blocks_and_combine_tiles,
     )  # fmt: skip

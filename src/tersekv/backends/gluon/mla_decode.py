@@ -56,7 +56,7 @@ class Config(NamedTuple):
     constants: portable.Constants
     num_ctas: int  # of the split pass
     max_m_blocks: int  # of a request, for one block of heads
-    combine_constants: portable.Constants  # of the combine kernel
+    combine_cfg: portable.Constants  # of the combine kernel
     cache_matrices: tuple[portable.CacheMatrix, ...]  # of ckv, kpe and stored scales
     launches: LaunchSequence | HostAction  # without a combine where nothing is split
 
@@ -150,7 +150,7 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
     if one_work_tile_per_cta:
         num_ctas = num_work_tiles
     cfg = portable.Constants(**constants, UNSPLIT=one_work_tile_per_cta)
-    combine_constants = (
+    combine_cfg = (
         replace(cfg, PACK=1, BLOCK_DV=RANK) if config.three_warpgroups else cfg
     )  # three_warpgroups stores columns in order
     kernel, outputs = _select_kernel(is_16_bit, config), output_and_workspace_args(f) | tensor_args(SINKS="sinks")
@@ -158,9 +158,9 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
         portable.query_and_kv_scale_args(f)
         | split_pass_args_without_q_and_kv(f)
         | outputs
-        | _tensor_map_args(f, cfg, cache_matrices)
+        | _tensor_map_and_oob_row_args(f, cfg, cache_matrices)
     )
-    arguments |= _cache_row_args(f, bool(listed_rows))
+    arguments |= _gathered_rows_and_lookup_args(f, bool(listed_rows))
     arguments |= {"max_m_blocks": max_m_blocks, "STAGES": config.num_stages, "cfg": cfg}
     if "NUM_CONSUMERS" in kernel.arg_names:  # of `small_m`
         arguments["NUM_CONSUMERS"] = config.num_consumers
@@ -169,13 +169,13 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
     combine_launch = (
         None
         if one_work_tile_per_cta
-        else _combine_launch(f, config, combine_constants, max_m_blocks, num_work_tiles, num_ctas)
+        else _make_combine_launch(f, config, combine_cfg, max_m_blocks, num_work_tiles, num_ctas)
     )
     # Partial states of splits, then SPLIT_METADATA.
     workspace_floats = 2 * num_ctas * cfg.BLOCK_M * cfg.PARTIAL_COLUMNS + 2 * requests * max_m_blocks * num_head_blocks
     launches = attention_launches(f, split_launch, combine_launch, workspace_floats)
     launches = _prepend_listed_rows_launch(f, listed_rows, launches, workspace_floats)
-    return Config(cfg, num_ctas, max_m_blocks, combine_constants, cache_matrices, launches)
+    return Config(cfg, num_ctas, max_m_blocks, combine_cfg, cache_matrices, launches)
 
 
 def _listed_rows(f: SimpleNamespace) -> list[KernelLaunch]:
@@ -206,43 +206,45 @@ def _choose_max_registers(is_16_bit: bool, config: MLADecodeConfig) -> int:
     return min(65536 // (128 * warpgroups * config.ctas_per_sm), 168) // 8 * 8
 
 
-def _cache_row_args(f: SimpleNamespace, gathers: bool) -> dict[str, Any]:
+def _gathered_rows_and_lookup_args(f: SimpleNamespace, has_listed_rows: bool) -> dict[str, Any]:
     """Returns the arguments by which rows of listed keys are copied; pitches in 16 bytes."""
     parts = {"ckv": f.ckv, "kpe": f.kpe, "scale": f.ckv_scale_cache}
     pitches = {
-        f"{name}_row_pitch_16_bytes": x.stride[1] * x.dtype.itemsize // 16 if gathers and x is not None else 0
+        f"{name}_row_pitch_16_bytes": x.stride[1] * x.dtype.itemsize // 16 if has_listed_rows and x is not None else 0
         for name, x in parts.items()
     }
-    if not gathers:
+    if not has_listed_rows:
         return pitches | {"CKV": None, "KPE": None, "SCALES": None}
     tables = {"PAGE_TABLE": TensorArg(ROWS), "SEQ_LENS": TensorArg(LENS)}
     num_keys = f.indices.shape[-1] * f.block_size
     return pitches | tensor_args(CKV="ckv", KPE="kpe", SCALES="ckv_scale_cache") | tables | {"stride_table_b": num_keys}
 
 
-def _tensor_map_args(
+def _tensor_map_and_oob_row_args(
     f: SimpleNamespace, cfg: portable.Constants, cache_matrices: tuple[portable.CacheMatrix, ...]
 ) -> dict[str, Any]:
     """Returns tensor maps of ckv, kpe and stored scales, where present, as arguments of the split pass."""
     names = zip(("CKV_MAP", "KPE_MAP", "SCALES_MAP"), ("ckv", "kpe", "ckv_scale_cache"), cache_matrices, strict=False)
     found: dict[str, Any] = {
-        argument: TensorMapArg(name, partial(_make_tensor_map, matrix=matrix, rows_per_copy=min(cfg.PAGE, BLOCK_N)))
+        argument: TensorMapArg(
+            name, partial(_make_tensor_map, cache_matrix=matrix, rows_per_copy=min(cfg.PAGE, BLOCK_N))
+        )
         for argument, name, matrix in names
     }
     oob_row = max((matrix.rows for matrix in cache_matrices), default=0)
     return {"SCALES_MAP": None} | found | {"oob_row": oob_row, "scale_rows_per_page": _rows_per_page(f.ckv_scale_cache)}
 
 
-def _combine_launch(
-    f: SimpleNamespace, config: MLADecodeConfig, combine_constants: portable.Constants, max_m_blocks: int,
+def _make_combine_launch(
+    f: SimpleNamespace, config: MLADecodeConfig, combine_cfg: portable.Constants, max_m_blocks: int,
     num_work_tiles: int, num_ctas: int,
 ) -> KernelLaunch:  # fmt: skip
-    num_rows = min(config.block_m, f.max_q_len * combine_constants.GROUP)
+    num_rows = min(config.block_m, f.max_q_len * combine_cfg.GROUP)
     rows, num_splits, columns, warps = _choose_combine_rows_splits_columns_warps(num_rows, num_work_tiles, num_ctas)
     tensors = tensor_args(CU_SEQLENS_Q="cu_seqlens_q", SINKS="sinks", KV_SCALE="kv_scale_t")
     arguments = output_and_workspace_args(f) | tensors | {
         "kv_scale": f.kv_scale, "num_ctas": num_ctas, "max_m_blocks": max_m_blocks,
-        "COMBINE_ROWS": rows, "SPLITS_PER_STEP": num_splits, "COMBINE_COLUMNS": columns, "cfg": combine_constants,
+        "COMBINE_ROWS": rows, "SPLITS_PER_STEP": num_splits, "COMBINE_COLUMNS": columns, "cfg": combine_cfg,
     }  # fmt: skip
     grid = (num_work_tiles, -(-num_rows // rows), RANK // columns)
     return KernelLaunch(combine_kernel, grid, arguments, num_warps=warps, launch_pdl=True)
@@ -366,13 +368,13 @@ def bind(config: Config, at: dict[str, int]) -> BoundLaunches | None:
     return config.launches.bind(at)
 
 
-def _make_tensor_map(tensor: torch.Tensor, matrix: portable.CacheMatrix, rows_per_copy: int) -> Any:
+def _make_tensor_map(tensor: torch.Tensor, cache_matrix: portable.CacheMatrix, rows_per_copy: int) -> Any:
     """Returns a tensor map with copy tiles of `rows_per_copy` slots by 128 bytes, or by the whole row if shorter."""
     from triton.experimental.gluon import language as gl
 
     size = tensor.element_size()
-    columns = min(CHUNK, matrix.columns) * 2 // size
+    columns = min(CHUNK, cache_matrix.columns) * 2 // size
     gluon_dtypes = {torch.float8_e4m3fn: gl.float8e4nv, torch.float16: gl.float16, torch.float32: gl.float32}
     layout = gl.NVMMASharedLayout.get_default_for([rows_per_copy, columns], gluon_dtypes.get(tensor.dtype, gl.bfloat16))
-    shape, strides = [matrix.rows, matrix.columns * 2 // size], [matrix.pitch * 2 // size, 1]
+    shape, strides = [cache_matrix.rows, cache_matrix.columns * 2 // size], [cache_matrix.pitch * 2 // size, 1]
     return make_tensor_map(launch.RawAddress(tensor), shape, strides, [rows_per_copy, columns], layout)

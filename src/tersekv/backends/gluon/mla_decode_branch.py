@@ -54,11 +54,11 @@ def fuses_combine_and_projection(f: SimpleNamespace, combine_launches: list[Kern
 
 
 def combine_and_project_launches(
-    f: SimpleNamespace, sub_facts: portable.SubOpFacts, decode_config: mla_decode.Config,
+    f: SimpleNamespace, facts_of_sub_ops: portable.SubOpFacts, decode_config: mla_decode.Config,
     combine_launches: list[KernelLaunch],
 ) -> list[KernelLaunch]:  # fmt: skip
     if not fuses_combine_and_projection(f, combine_launches):
-        return portable.combine_then_project_launches(f, sub_facts, decode_config, combine_launches)
+        return portable.combine_then_project_launches(f, facts_of_sub_ops, decode_config, combine_launches)
     (tokens, heads, _), tile = f.out.shape, choose_combine_project_tile(f.q.shape[0])
     arguments = tensor_args(
         BYTES, CU_SEQLENS_Q="cu_seqlens_q", LATENTS="LATENTS", SPLIT_WORKSPACE=WORKSPACE, W="w_uv",
@@ -67,10 +67,10 @@ def combine_and_project_launches(
     ) | {
         "kv_scale": f.kv_scale, "T": tokens, "B": f.cache_lens.shape[0],
         "num_ctas": decode_config.num_ctas, "max_m_blocks": decode_config.max_m_blocks,
-        **stride_args(sub_facts.output_projection.x, stride_l="th"),
+        **stride_args(facts_of_sub_ops.output_projection.x, stride_l="th"),
         **stride_args(f.w_uv, stride_w="hn"), **stride_args(f.w_uv_scale, stride_s="hn"),
         **stride_args(f.out, stride_o="th"),
-        "BLOCK_M": tile.num_tokens, "SPLITS_PER_STEP": tile.splits_per_step, "cfg": decode_config.combine_constants,
+        "BLOCK_M": tile.num_tokens, "SPLITS_PER_STEP": tile.splits_per_step, "cfg": decode_config.combine_cfg,
     }  # fmt: skip
     grid = (heads, -(-tokens // tile.num_tokens))
     return [KernelLaunch(combine_project_kernel, grid, arguments, num_warps=8, launch_pdl=True)]

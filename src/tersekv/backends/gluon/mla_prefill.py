@@ -48,21 +48,21 @@ def configure(f: SimpleNamespace) -> Config:
         weight.aligned and weight.stride[0] % 16 == 0 and weight.stride[0] >= weight.shape[1]
     )  # alignment and strides of a tensor map
     use_gluon_gemm = weight.dtype == torch.float8_e4m3fn and fits_tensor_map and weight.shape[1] in (128, 256, 384, 512)
-    choice = choose_mla_prefill_config(f)
-    return Config(choice, use_gluon_gemm, _append_and_chunk_launches(f, choice, use_gluon_gemm))
+    portable_cfg = choose_mla_prefill_config(f)
+    return Config(portable_cfg, use_gluon_gemm, _make_launches_and_workspace(f, portable_cfg, use_gluon_gemm))
 
 
-def _append_and_chunk_launches(
-    f: SimpleNamespace, choice: MLAPrefillConfig, use_gluon_gemm: bool
+def _make_launches_and_workspace(
+    f: SimpleNamespace, portable_cfg: MLAPrefillConfig, use_gluon_gemm: bool
 ) -> LaunchSequence | HostAction:
     if 0 in f.q.shape[:2]:
-        return portable.make_append_and_chunk_launches(f, choice)
+        return portable.make_append_and_chunk_launches(f, portable_cfg)
     if not portable.has_keys_and_queries(f):
         return LaunchSequence(
-            make_rope_norm_store_launch(f, choice.native_casts, store_empty_outputs=True, use_pdl=uses_pdl(f))
+            make_rope_norm_store_launch(f, portable_cfg.native_casts, store_empty_outputs=True, use_pdl=uses_pdl(f))
         )
-    launches = [make_rope_norm_store_launch(f, choice.native_casts, rope_queries=False)]
-    launches += _gather_gemm_and_attention_launches(f, choice, use_gluon_gemm, launch.num_sms(f), uses_pdl(f))
+    launches = [make_rope_norm_store_launch(f, portable_cfg.native_casts, rope_queries=False)]
+    launches += _gather_gemm_and_attention_launches(f, portable_cfg, use_gluon_gemm, launch.num_sms(f), uses_pdl(f))
     # WORK_COUNTER: see `attention.make_attention_launch`; the last is unused. MAY_HAVE_NAN: the row's V may be NaN.
     _, max_rows = portable.nonempty_chunks(f)
     workspace_tensors = portable.workspace_tensors(f) | {
@@ -73,7 +73,7 @@ def _append_and_chunk_launches(
 
 
 def _gather_gemm_and_attention_launches(
-    f: SimpleNamespace, choice: MLAPrefillConfig, use_gluon_gemm: bool, num_sms: int, use_pdl: bool
+    f: SimpleNamespace, portable_cfg: MLAPrefillConfig, use_gluon_gemm: bool, num_sms: int, use_pdl: bool
 ) -> list[KernelLaunch]:
     """Returns the launches of all chunks: gather, GEMM, attention. A single chunk may use three warpgroups, followed by
     the usual attention in case of overflow."""
@@ -91,9 +91,10 @@ def _gather_gemm_and_attention_launches(
     for i, (i_chunk, num_rows) in enumerate(chunks):
         has_previous_chunk, has_next_chunk = i > 0, i < len(chunks) - 1
         launches += (
-            gather_latents.make_gather_launch(f, i_chunk, num_rows, max_rows, choice.native_casts, i == 0, use_pdl),
+            gather_latents.make_gather_launch(f, i_chunk, num_rows, max_rows, portable_cfg.native_casts, i == 0,
+                                              use_pdl),
             blockwise_gemm.make_gemm_launch(f, num_rows, max_rows, num_sms, use_pdl) if use_gluon_gemm
-            else portable_gemm.make_gemm_launch(f, num_rows, max_rows, choice.product, choice.native_fp8),
+            else portable_gemm.make_gemm_launch(f, num_rows, max_rows, portable_cfg.product, portable_cfg.native_fp8),
             *([three_warpgroups.make_attention_launch(f, i_chunk, num_rows, num_sms,
                                                       use_pdl)] if use_three_warpgroups else []),
             attention.make_attention_launch(f, i_chunk, num_rows, has_previous_chunk, has_next_chunk, num_sms, use_pdl,

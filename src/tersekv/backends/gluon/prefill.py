@@ -20,7 +20,7 @@ from .sm90.prefill.config import (
     is_column_split,
     make_prefill_config,
     max_work_tiles,
-    tensor_map_by_name,
+    tensor_map_of_argument,
     why_not_tensor_maps,
 )
 from .sm90.prefill.kernel import prefill_kernel
@@ -73,8 +73,8 @@ def why_not(f: SimpleNamespace) -> str | None:
 def configure(f: SimpleNamespace) -> Config:
     cfg = make_prefill_config(f)
     arguments: dict[str, Any] = {
-        new_cfg: TensorMapArg(name, partial(tensor_map_by_name, name=name, cfg=cfg))
-        for new_cfg, name in _TENSOR_MAP_ARGS.items()
+        argument: TensorMapArg(name, partial(tensor_map_of_argument, arg_name=name, cfg=cfg))
+        for argument, name in _TENSOR_MAP_ARGS.items()
     }
     if f.k is None:
         arguments |= {"K_NEW": None, "V_NEW": None}

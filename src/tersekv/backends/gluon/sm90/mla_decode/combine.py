@@ -77,10 +77,11 @@ def combine_kernel(
 
 
 @triton.jit
-def load_and_combine_split_rows(
-    SPLIT_WORKSPACE, first_cta, num_splits, o_r, o_d, value_scale, SPLITS_PER_STEP: tl.constexpr, cfg: tl.constexpr
-):
-    """Returns columns o_d, in partial order, of rows o_r, each combined from `num_splits` splits from `first_cta` on;
+def load_and_combine_splits_of_rows(
+    SPLIT_WORKSPACE, first_cta_of_row, num_splits_of_row, o_r, o_d, value_scale, SPLITS_PER_STEP: tl.constexpr,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """Returns columns o_d, in partial order, of rows o_r, each combined from its own splits from its first CTA on:
     fp32, 0 without splits.
 
     NOTE: tiles must be so wide that warps lie side by side. Sums over splits across warps go through shared memory, by
@@ -88,17 +89,17 @@ def load_and_combine_split_rows(
     """
     o_split = tl.arange(0, SPLITS_PER_STEP)
     # The first split lies in its CTA's other slot, and starts the state: of 33 splits 32 are left.
-    p_first = SPLIT_WORKSPACE + ((2 * first_cta + 1).to(tl.int64) * cfg.BLOCK_M + o_r) * cfg.PARTIAL_COLUMNS
-    row_max = tl.load(p_first + cfg.PARTIAL_COLUMNS - 2, mask=num_splits > 0, other=float("-inf"))
-    row_sum = tl.load(p_first + cfg.PARTIAL_COLUMNS - 1, mask=num_splits > 0, other=0.0)
-    acc_o = tl.load(p_first[:, None] + o_d[None, :], mask=(num_splits > 0)[:, None], other=0.0)
-    for i_split in range(1, tl.max(num_splits), SPLITS_PER_STEP):
-        mask = i_split + o_split[None, :] < num_splits[:, None]
-        partial_slots = 2 * (first_cta[:, None] + (i_split + o_split) * cfg.HEADS)
+    p_first = SPLIT_WORKSPACE + ((2 * first_cta_of_row + 1).to(tl.int64) * cfg.BLOCK_M + o_r) * cfg.PARTIAL_COLUMNS
+    row_max = tl.load(p_first + cfg.PARTIAL_COLUMNS - 2, mask=num_splits_of_row > 0, other=float("-inf"))
+    row_sum = tl.load(p_first + cfg.PARTIAL_COLUMNS - 1, mask=num_splits_of_row > 0, other=0.0)
+    acc_o = tl.load(p_first[:, None] + o_d[None, :], mask=(num_splits_of_row > 0)[:, None], other=0.0)
+    for i_split in range(1, tl.max(num_splits_of_row), SPLITS_PER_STEP):
+        mask = i_split + o_split[None, :] < num_splits_of_row[:, None]
+        partial_slots = 2 * (first_cta_of_row[:, None] + (i_split + o_split) * cfg.HEADS)
         row_max, row_sum, acc_o = accumulate_splits(
             row_max, row_sum, acc_o, SPLIT_WORKSPACE, partial_slots, o_r, o_d, mask, cfg
         )
-    acc_scale, _ = compute_acc_scale_and_lse(row_max, row_sum, value_scale, None, o_r, num_splits > 0, cfg)
+    acc_scale, _ = compute_acc_scale_and_lse(row_max, row_sum, value_scale, None, o_r, num_splits_of_row > 0, cfg)
     return acc_o * acc_scale[:, None]
 
 
@@ -163,7 +164,7 @@ def combine_project_kernel(
     unsplit_latents = tl.load(p_unsplit, mask=(is_row & (num_splits <= 1))[:, None], other=0.0)
     value_scale = load_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE)
     o_d = tl.arange(0, cfg.DV) % cfg.PACK * cfg.BLOCK_DV + tl.arange(0, cfg.DV) // cfg.PACK
-    latents = load_and_combine_split_rows(
+    latents = load_and_combine_splits_of_rows(
         SPLIT_WORKSPACE, first_cta, tl.where(is_split, num_splits, 0), o_r, o_d, value_scale, SPLITS_PER_STEP, cfg
     )
     latents = tl.where(is_split[:, None], cast_output(latents, LATENTS, cfg), unsplit_latents)

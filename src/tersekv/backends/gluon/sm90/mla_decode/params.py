@@ -120,12 +120,12 @@ def fits_all_requests(cfg):
 
 @gluon.jit
 def make_cta_range(
-    SEQ_LENS, CU_SEQLENS_Q, B, block_counts, i_range, num_ranges, max_m_blocks, i_cta, cfg: gl.constexpr
+    SEQ_LENS, CU_SEQLENS_Q, B, block_counts_of_all_requests, i_range, num_ranges, max_m_blocks, i_cta, cfg: gl.constexpr
 ):
-    """Returns this CTA's CtaRange. block_counts: of `load_block_counts_of_all_requests`, if BLOCK_B holds all."""
+    """Returns this CTA's CtaRange. The block counts are `load_block_counts_of_all_requests`', if BLOCK_B holds all."""
     if fits_all_requests(cfg):
         block_begin, block_end, blocks_per_range, i_request, n_block_base = (
-            find_cta_range_bounds_blocks_per_range_and_request(block_counts, i_range, num_ranges, cfg)
+            find_cta_range_bounds_blocks_per_range_and_request(block_counts_of_all_requests, i_range, num_ranges, cfg)
         )
     else:
         block_begin, block_end, blocks_per_range = find_cta_range_bounds_and_blocks_per_range(
@@ -185,7 +185,7 @@ def zero_oob_rows_in_smem(smem_tiles, first_tile, NUM_TILES: gl.constexpr, num_v
 
 
 @gluon.jit
-def store_num_splits(tensors, work_tile, cta_range, cfg: gl.constexpr):
+def store_num_splits_and_first_cta(tensors, work_tile, cta_range, cfg: gl.constexpr):
     """Stores the number of splits of a work tile that begins in this CTA."""
     i_cta = cta_range.i_cta
     num_splits = num_splits_of_tile(work_tile, cta_range.blocks_per_range, i_cta // cfg.HEADS)

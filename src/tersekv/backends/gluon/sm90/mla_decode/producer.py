@@ -21,7 +21,7 @@ SCALE_COLUMNS = gl.constexpr(6)  # rows of score_scales of a stage
 MIN_SCALE = gl.constexpr(1e-30)  # of a key's chunks: its reciprocal is finite
 
 
-class PreparedScalesAndFirstQ(NamedTuple):
+class ScaleBuffersAndFirstQFull(NamedTuple):
     """Extra work of the producer: let the first query load before the second tile; prepare group scales."""
 
     first_q_full: gl.shared_memory_descriptor  # full barrier of the first query
@@ -31,7 +31,7 @@ class PreparedScalesAndFirstQ(NamedTuple):
 
 
 @gluon.jit
-def lookup_tma_rows_of_copies(
+def lookup_ckv_kpe_and_scale_tma_rows(
     p_page_ids, n_block, num_keys, page_lookup, KEYS_PER_COPY: gl.constexpr, cfg: gl.constexpr
 ):
     """Returns (ckv, kpe, scale) rows of n_block's copies in their matrices; `oob_row` lies past each and reads as 0."""
@@ -91,15 +91,15 @@ def store_group_scales_max_and_v_ratios(
 
 @gluon.jit
 def tensor_copy_producer(
-    tensor_maps, page_lookup, full, empty, smem_kv, cta_range, prepared_scales_and_first_q, STAGES: gl.constexpr,
+    tensor_maps, page_lookup, full, empty, smem_kv, cta_range, scale_buffers_and_first_q_full, STAGES: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Copies every tile of the CTA range.
 
     full: one barrier per stage or more, used in rotation
-    prepared_scales_and_first_q: empty, or a PreparedScalesAndFirstQ
+    scale_buffers_and_first_q_full: empty, or a ScaleBuffersAndFirstQFull
     """
-    PREPARES_SCALES: gl.constexpr = len(prepared_scales_and_first_q) > 0
+    PREPARES_SCALES: gl.constexpr = len(scale_buffers_and_first_q_full) > 0
     NUM_FULL_BARRIERS: gl.constexpr = full.shape[0]
     CKV_MAP, KPE_MAP, SCALES_MAP = tensor_maps
     block, block_end, i_request, n_block_base = (
@@ -124,14 +124,14 @@ def tensor_copy_producer(
         for n_block in range(work_tile.n_block_begin, work_tile.n_block_end):
             # Page lookup.
             stage = kv_iter % STAGES
-            ckv_rows, kpe_rows, scale_rows = lookup_tma_rows_of_copies(
+            ckv_rows, kpe_rows, scale_rows = lookup_ckv_kpe_and_scale_tma_rows(
                 p_page_ids, n_block, num_keys, page_lookup, KEYS_PER_COPY, cfg
             )
             # Wait for a free stage.
             mbarrier.wait(empty.index(stage), ((kv_iter // STAGES) & 1) ^ 1)
             if PREPARES_SCALES:  # noqa: SIM102 - known to the compiler, unlike the other
                 if kv_iter == 1:
-                    mbarrier.wait(prepared_scales_and_first_q.first_q_full.index(0), 0)
+                    mbarrier.wait(scale_buffers_and_first_q_full.first_q_full.index(0), 0)
             # Copy the tile.
             full_barrier = full.index(kv_iter % NUM_FULL_BARRIERS)
             mbarrier.expect(full_barrier, STAGE_BYTES)
@@ -151,21 +151,21 @@ def tensor_copy_producer(
                 mbarrier.wait(full_barrier, (kv_iter // NUM_FULL_BARRIERS) & 1)
                 store_group_scales_max_and_v_ratios(
                     smem_kv.scales.index(stage).load(scale_layout(gl.num_warps())),
-                    prepared_scales_and_first_q.score_scales, prepared_scales_and_first_q.v_scale_ratios, stage,
+                    scale_buffers_and_first_q_full.score_scales, scale_buffers_and_first_q_full.v_scale_ratios, stage,
                     num_keys - n_block * cfg.BLOCK_N,
                 )  # fmt: skip
-                sync_and_arrive(prepared_scales_and_first_q.scales_full.index(stage))
+                sync_and_arrive(scale_buffers_and_first_q_full.scales_full.index(stage))
             kv_iter += 1
         block += work_tile.n_block_end - work_tile.n_block_begin
 
 
 @gluon.jit
 def listed_rows_producer(
-    cache_rows, listed_rows_lookup, full, empty, smem_kv, cta_range, prepared_scales_and_first_q, STAGES: gl.constexpr,
-    cfg: gl.constexpr,
+    cache_rows, listed_rows_lookup, full, empty, smem_kv, cta_range, scale_buffers_and_first_q_full,
+    STAGES: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Copies every tile of the CTA range by rows (`gather`). listed_rows_lookup: its table has a cache row per key."""
-    PREPARES_SCALES: gl.constexpr = len(prepared_scales_and_first_q) > 0 and cfg.GROUP_SCALES
+    PREPARES_SCALES: gl.constexpr = len(scale_buffers_and_first_q_full) > 0 and cfg.GROUP_SCALES
     NUM_FULL_BARRIERS: gl.constexpr = full.shape[0]
     CKV_COLUMNS: gl.constexpr = smem_kv.latents.shape[2]
     CKV_BITS: gl.constexpr = smem_kv.latents.dtype.primitive_bitwidth
@@ -228,25 +228,25 @@ def listed_rows_producer(
             signal_copies(full.index(kv_iter % NUM_FULL_BARRIERS))
             if PREPARES_SCALES:
                 store_group_scales_max_and_v_ratios(
-                    group_scales, prepared_scales_and_first_q.score_scales, prepared_scales_and_first_q.v_scale_ratios,
-                    stage, num_keys - n_block * cfg.BLOCK_N,
+                    group_scales, scale_buffers_and_first_q_full.score_scales,
+                    scale_buffers_and_first_q_full.v_scale_ratios, stage, num_keys - n_block * cfg.BLOCK_N,
                 )  # fmt: skip
-                sync_and_arrive(prepared_scales_and_first_q.scales_full.index(stage))
+                sync_and_arrive(scale_buffers_and_first_q_full.scales_full.index(stage))
             kv_iter += 1
         block += work_tile.n_block_end - work_tile.n_block_begin
 
 
 @gluon.jit
 def producer(
-    tensor_maps, cache_rows, page_lookup, full, empty, smem_kv, cta_range, prepared_scales_and_first_q,
+    tensor_maps, cache_rows, page_lookup, full, empty, smem_kv, cta_range, scale_buffers_and_first_q_full,
     STAGES: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Copies every tile of the CTA range: by tensor maps, or listed keys by their rows."""
     if cfg.GATHER_ROWS:
         listed_rows_producer(
-            cache_rows, page_lookup, full, empty, smem_kv, cta_range, prepared_scales_and_first_q, STAGES, cfg
+            cache_rows, page_lookup, full, empty, smem_kv, cta_range, scale_buffers_and_first_q_full, STAGES, cfg
         )
     else:
         tensor_copy_producer(
-            tensor_maps, page_lookup, full, empty, smem_kv, cta_range, prepared_scales_and_first_q, STAGES, cfg
+            tensor_maps, page_lookup, full, empty, smem_kv, cta_range, scale_buffers_and_first_q_full, STAGES, cfg
         )

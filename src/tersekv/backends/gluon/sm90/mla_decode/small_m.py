@@ -51,7 +51,7 @@ from .params import (
     load_query_chunk,
     make_cta_range,
     partial_row_ptr,
-    store_num_splits,
+    store_num_splits_and_first_cta,
     store_partial_stats,
     view_8bit_tile_as_pairs,
     zero_oob_rows_in_smem,
@@ -152,7 +152,7 @@ NUM_CONSUMERS: gl.constexpr,
 
 
 @gluon.jit
-def copy_query_to_smem(tensors, q, work_tile, h, strides, cfg: gl.constexpr):
+def cast_query_to_smem_16bit(tensors, smem_q, work_tile, h, strides, cfg: gl.constexpr):
     """Loads the query into shared memory, by tiles of columns; the last is the rotary part."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     tokens, heads, m_row = token_and_head_of_q_rows(
@@ -166,7 +166,7 @@ def copy_query_to_smem(tensors, q, work_tile, h, strides, cfg: gl.constexpr):
         column_tiles = column_tiles + (gl.load(p_q_nope + i * TILE_COLUMNS, mask=m_row[:, None], other=0.0),)
     column_tiles = column_tiles + (gl.load(p_q_pe, mask=m_row[:, None], other=0.0),)
     for i in gl.static_range(NUM_COLUMN_TILES + 1):
-        q.index(i).store(column_tiles[i].to(gl.float32).to(q.dtype))
+        smem_q.index(i).store(column_tiles[i].to(gl.float32).to(smem_q.dtype))
     fence_async_shared()
 
 
@@ -335,7 +335,7 @@ def any_score_above(s, threshold, vote_flags, I_CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def rescale_to_new_max(row_max_new, row_max, row_sum, acc_o, ACC_LAYOUT: gl.constexpr):
+def rescale_state_to_new_max(row_max_new, row_max, row_sum, acc_o, ACC_LAYOUT: gl.constexpr):
     """Returns (row_max_new, row_sum, acc_o), the latter two rescaled from row_max to row_max_new."""
     L_COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, row_sum.type.layout))
     rescale = gl.exp2(row_max - gl.where(row_max_new == float("-inf"), 0.0, row_max_new))
@@ -351,8 +351,8 @@ def rescale_to_new_max(row_max_new, row_max, row_sum, acc_o, ACC_LAYOUT: gl.cons
 
 
 @gluon.jit
-def accumulate_pv_fp8(
-    acc_o, ckv, stage, first_v, smem_p, I_CONSUMER: gl.constexpr, SAVE_REGISTERS: gl.constexpr,
+def accumulate_pv_and_wait_fp8(
+    acc_o, ckv, stage, first_v_chunk, p_buffers, I_P_BUFFER: gl.constexpr, SAVE_REGISTERS: gl.constexpr,
     ACC_LAYOUT: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
@@ -365,8 +365,12 @@ def accumulate_pv_fp8(
     for i in gl.static_range(CHUNKS):
         if SAVE_REGISTERS and i > 0:
             finished = finished + warpgroup_mma_wait(0, [out[2 * i - 2], out[2 * i - 1]])
-        v = first_v if i == 0 and len(first_v) == 2 else load_and_dequant_v_chunk(ckv, stage, i, ACC_LAYOUT, cfg)
-        p = smem_p.index(I_CONSUMER * CHUNKS + i if cfg.GROUP_SCALES else I_CONSUMER)
+        v = (
+            first_v_chunk
+            if i == 0 and len(first_v_chunk) == 2
+            else load_and_dequant_v_chunk(ckv, stage, i, ACC_LAYOUT, cfg)
+        )
+        p = p_buffers.index(I_P_BUFFER * CHUNKS + i if cfg.GROUP_SCALES else I_P_BUFFER)
         for j in gl.static_range(2):
             out = out + (warpgroup_mma(v[j], p, acc_o[2 * i + j], is_async=True),)
         if not SAVE_REGISTERS and i > 0:
@@ -375,7 +379,7 @@ def accumulate_pv_fp8(
 
 
 @gluon.jit
-def accumulate_pv_bf16(acc_o, ckv, stage, smem_p):
+def accumulate_pv_and_wait_bf16(acc_o, ckv, stage, smem_p):
     """Returns acc_o + V, transposed, times P [BLOCK_N, BLOCK_M]."""
     out = ()
     for i in gl.static_range(NUM_COLUMN_TILES):
@@ -389,7 +393,7 @@ def accumulate_pv_bf16(acc_o, ckv, stage, smem_p):
 
 
 @gluon.jit
-def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, kv_iter, I_CONSUMER: gl.constexpr,
+def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, first_kv_iter, I_CONSUMER: gl.constexpr,
              NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
              cfg: gl.constexpr):  # fmt: skip
     """Computes this warpgroup's n_blocks of a work tile; returns its SoftmaxState.
@@ -418,7 +422,7 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, kv_iter, I_
     o_key = gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(1, SCORE_LAYOUT))
     q_position = num_keys - num_q_rows + (row_begin + gl.arange(0, cfg.BLOCK_M, COLUMN)) // cfg.GROUP
     for n_block in range(n_block_begin + I_CONSUMER, n_block_end, NUM_CONSUMERS):
-        iter = kv_iter + n_block - n_block_begin
+        iter = first_kv_iter + n_block - n_block_begin
         stage = iter % STAGES
         # Wait for the tile.
         mbarrier.wait(full.index(iter % NUM_FULL_BARRIERS), (iter // NUM_FULL_BARRIERS) & 1)
@@ -453,7 +457,7 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, kv_iter, I_
             s = gl.where((o_n < num_keys)[:, None] & (o_n[:, None] <= q_position[None, :]), s, float("-inf"))
         # Lazy rescaling: row_max is raised only where P would pass 2^RESCALE_THRESHOLD: rarely.
         if any_score_above(s, row_max + RESCALE_THRESHOLD, vote_flags, I_CONSUMER):
-            row_max, row_sum, acc_o = rescale_to_new_max(
+            row_max, row_sum, acc_o = rescale_state_to_new_max(
                 gl.maximum(row_max, gl.max(s, 0)), row_max, row_sum, acc_o, SCORE_LAYOUT
             )
         # Softmax: P to shared memory.
@@ -469,11 +473,11 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, kv_iter, I_
         fence_async_shared()
         # PV; release the stage.
         if IS_FP8:
-            acc_o = accumulate_pv_fp8(
+            acc_o = accumulate_pv_and_wait_fp8(
                 acc_o, smem_kv.latents, stage, first_v, smem_p, I_CONSUMER, cfg.BLOCK_M >= 32, SCORE_LAYOUT, cfg
             )
         else:
-            acc_o = accumulate_pv_bf16(acc_o, smem_kv.latents, stage, smem_p.index(opaque_zero))
+            acc_o = accumulate_pv_and_wait_bf16(acc_o, smem_kv.latents, stage, smem_p.index(opaque_zero))
         mbarrier.arrive(empty.index(stage))
     return SoftmaxState(row_max, gl.sum(gl.sum(row_sum, 1), 0), acc_o)
 
@@ -483,7 +487,7 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, kv_iter, I_
 
 @gluon.jit
 def combine_warpgroups_and_keep_half_acc(
-    state, buffers, num_work_tiles, I_CONSUMER: gl.constexpr, ACC_LAYOUT: gl.constexpr, cfg: gl.constexpr
+    state, buffers, num_done, I_CONSUMER: gl.constexpr, ACC_LAYOUT: gl.constexpr, cfg: gl.constexpr
 ):
     """Combines both warpgroups: returns row_max, row_sum, and acc_o of this one's half of the columns."""
     row_max, acc_o, smem_row_max_and_sum, acc_exchange = (
@@ -497,7 +501,7 @@ def combine_warpgroups_and_keep_half_acc(
     smem_row_max_and_sum.index(I_CONSUMER).store(row_max)
     smem_row_max_and_sum.index(2 + I_CONSUMER).store(gl.convert_layout(state.row_sum, COLUMN))
     sync_and_arrive(buffers.stats_full[I_CONSUMER].index(0))
-    mbarrier.wait(buffers.stats_full[1 - I_CONSUMER].index(0), num_work_tiles & 1)
+    mbarrier.wait(buffers.stats_full[1 - I_CONSUMER].index(0), num_done & 1)
     other_row_max, other_row_sum = (
         smem_row_max_and_sum.index(1 - I_CONSUMER).load(COLUMN),
         smem_row_max_and_sum.index(3 - I_CONSUMER).load(COLUMN),
@@ -514,7 +518,7 @@ def combine_warpgroups_and_keep_half_acc(
         for i in gl.static_range(ACC_TILES_PER_CONSUMER):
             acc_exchange.index(i).store(acc_o[ACC_TILES_PER_CONSUMER + i] * rescale[None, :])
         sync_and_arrive(buffers.acc_full[0].index(0))
-    mbarrier.wait(buffers.acc_full[1 - I_CONSUMER].index(0), num_work_tiles & 1)
+    mbarrier.wait(buffers.acc_full[1 - I_CONSUMER].index(0), num_done & 1)
     for i in gl.static_range(ACC_TILES_PER_CONSUMER):
         merged_acc = merged_acc + (
             acc_o[I_CONSUMER * ACC_TILES_PER_CONSUMER + i] * rescale[None, :] + acc_exchange.index(i).load(ACC_LAYOUT),
@@ -557,7 +561,7 @@ def scale_and_store_output(
 
 
 @gluon.jit
-def store_partial(
+def store_unnormalized_partial_state(
     SPLIT_WORKSPACE, partial_slot, state, m_row, I_CONSUMER: gl.constexpr, ACC_LAYOUT: gl.constexpr, cfg: gl.constexpr
 ):
     """Stores a split's state, or its I_CONSUMER-th half, as the combine reads it: columns, row_max, row_sum."""
@@ -583,7 +587,7 @@ def consumer(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides
         cta_range.i_cta, cta_range.block_begin, cta_range.block_end, cta_range.i_request, cta_range.n_block_base,
     )  # fmt: skip
     h = i_cta % cfg.HEADS
-    kv_iter, num_work_tiles = 0, 0
+    kv_iter, num_done = 0, 0
     while block < block_end:
         # Next work tile.
         work_tile = find_work_tile_at_block(
@@ -598,25 +602,25 @@ def consumer(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides
                 tensors, q, work_tile, h, strides, I_CONSUMER, NUM_CONSUMERS, Q_TERMS, ROW, cfg
             )
         else:
-            copy_query_to_smem(tensors, q.latents, work_tile, h, strides, cfg)
+            cast_query_to_smem_16bit(tensors, q.latents, work_tile, h, strides, cfg)
         if NUM_CONSUMERS == 2:
             sync_and_arrive(buffers.q_full[I_CONSUMER].index(0))
-            mbarrier.wait(buffers.q_full[1 - I_CONSUMER].index(0), num_work_tiles & 1)
+            mbarrier.wait(buffers.q_full[1 - I_CONSUMER].index(0), num_done & 1)
         # Main loop; then combine two consumers.
         state = mainloop(
             q, smem_kv, mbarriers, buffers, score_scale, work_tile, kv_iter, I_CONSUMER, NUM_CONSUMERS, STAGES, S, cfg
         )
         if NUM_CONSUMERS == 2:
-            state = combine_warpgroups_and_keep_half_acc(state, buffers, num_work_tiles, I_CONSUMER, S, cfg)
+            state = combine_warpgroups_and_keep_half_acc(state, buffers, num_done, I_CONSUMER, S, cfg)
         # Epilogue: metadata, then the output or a partial state.
         kv_iter += work_tile.n_block_end - work_tile.n_block_begin
-        num_work_tiles += 1
+        num_done += 1
         tokens, heads, m_row = token_and_head_of_q_rows(
             work_tile.m_block, h, work_tile.q_begin, work_tile.num_q_rows, ROW, cfg
         )
         state = SoftmaxState(gl.convert_layout(state.row_max, ROW), gl.convert_layout(state.row_sum, ROW), state.acc_o)
         if work_tile.n_block_begin == 0:  # all warpgroups store the same
-            store_num_splits(tensors, work_tile, cta_range, cfg)
+            store_num_splits_and_first_cta(tensors, work_tile, cta_range, cfg)
         if work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
             acc_scale, lse = compute_acc_scale_and_lse(
                 state.row_max, state.row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg, cfg.LSE_OF_KEYS
@@ -628,7 +632,7 @@ def consumer(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides
                 gl.store(tensors.LSE + tokens * strides.lse_t + heads * strides.lse_h, lse, mask=m_row)
         else:
             partial_slot = 2 * i_cta + (work_tile.n_block_begin == 0).to(gl.int32)
-            store_partial(tensors.SPLIT_WORKSPACE, partial_slot, state, m_row, I_CONSUMER, S, cfg)
+            store_unnormalized_partial_state(tensors.SPLIT_WORKSPACE, partial_slot, state, m_row, I_CONSUMER, S, cfg)
         block += work_tile.n_block_end - work_tile.n_block_begin
 
 

@@ -45,11 +45,11 @@ from .params import (
     make_cta_range,
     make_uniform_through_smem,
     partial_row_ptr,
-    store_num_splits,
+    store_num_splits_and_first_cta,
     store_partial_stats,
     zero_oob_rows_in_smem,
 )
-from .producer import SCALE_COLUMNS, PreparedScalesAndFirstQ, producer
+from .producer import SCALE_COLUMNS, ScaleBuffersAndFirstQFull, producer
 
 BLOCK_M = gl.constexpr(64)  # query rows
 BLOCK_N = gl.constexpr(64)  # keys
@@ -182,7 +182,7 @@ def max_abs_bits(a, b):
 
 
 @gluon.jit
-def query_inv_scales_and_q_scales(chunks, negate, CHUNKS: gl.constexpr):
+def query_inv_scales_and_q_scales(chunks, negate_inv, CHUNKS: gl.constexpr):
     """Returns (inv_scale of rows, as bf16; q_scale of their scores), powers of two.
 
     Scaled, each row's largest element lies in [128, 256): elements down to 2^-10 of that are exact in two e4m3 terms.
@@ -193,7 +193,7 @@ def query_inv_scales_and_q_scales(chunks, negate, CHUNKS: gl.constexpr):
         abs_max = max_abs_bits(abs_max, chunks[i])
     abs_max = gl.maximum(gl.max(abs_max, 1), gl.max(max_abs_bits(q_pe_chunk, q_pe_chunk), 1)).to(gl.int32)
     exponent = gl.maximum(abs_max >> 7, 8)
-    inv_scale = ((261 - exponent) << 7 | gl.where(negate, 0x8000, 0)).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    inv_scale = ((261 - exponent) << 7 | gl.where(negate_inv, 0x8000, 0)).to(gl.int16).to(gl.bfloat16, bitcast=True)
     return inv_scale, gl.where(exponent == 255, float("nan"), ((exponent - 7) << 23).to(gl.float32, bitcast=True))
 
 
@@ -217,7 +217,7 @@ def store_e4m3_and_residual_of_step(x, inv_scale, smem_rows, i_step):
 
 
 @gluon.jit
-def as_e4m3_negated_if(x, negate):
+def negate_e4m3_if(x, negate):
     """Returns e4m3 codes, negated if `negate`."""
     mask = gl.where(negate, 0x80, 0).to(gl.int8)
     x = x.to(gl.int8, bitcast=True)
@@ -246,8 +246,8 @@ def store_query_and_scales(chunks, q_nope, q_pe, q_scales, negate, i_step, Q_TER
     else:
         q_scale = gl.full([STEP], 1.0, gl.float32, ROW)
         for i in gl.static_range(CHUNKS):
-            q_nope.index(STEPS * i + i_step).store(as_e4m3_negated_if(chunks[i], negate))
-        q_pe_chunk = as_e4m3_negated_if(q_pe_chunk, negate)
+            q_nope.index(STEPS * i + i_step).store(negate_e4m3_if(chunks[i], negate))
+        q_pe_chunk = negate_e4m3_if(q_pe_chunk, negate)
         if q_pe.dtype == gl.bfloat16:
             q_pe_chunk = q_pe_chunk.to(gl.bfloat16)
         q_pe.index(i_step).store(q_pe_chunk)
@@ -255,7 +255,7 @@ def store_query_and_scales(chunks, q_nope, q_pe, q_scales, negate, i_step, Q_TER
 
 
 @gluon.jit
-def copy_query_rows_to_smem(tensors, q, q_scales, q_block, score_scale, strides, I_CONSUMER: gl.constexpr,
+def store_query_half_as_e4m3(tensors, q, q_scales, q_block, query_sign, strides, I_ROW_HALF: gl.constexpr,
                     Q_TERMS: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Loads half of a work tile's query rows into shared memory; MMAs may read them after the next barrier.
 
@@ -267,18 +267,18 @@ def copy_query_rows_to_smem(tensors, q, q_scales, q_block, score_scale, strides,
     q_scales = reinterpret(q_scales, gl.float32, [BLOCK_M // STEP, STEP], q_scales.layout)
     HALF: gl.constexpr = BLOCK_M // STEP // 2
     q_nope_rows, q_pe_rows = view_smem_rows_in_steps(q_nope, STEP), view_smem_rows_in_steps(q_pe, STEP)
-    next_chunks = load_query_row_chunks(tensors, q_block, strides, I_CONSUMER * HALF * STEP, STEP, WIDTH_PE, cfg)
+    next_chunks = load_query_row_chunks(tensors, q_block, strides, I_ROW_HALF * HALF * STEP, STEP, WIDTH_PE, cfg)
     if HALF == 1:
-        store_query_and_scales(next_chunks, q_nope_rows, q_pe_rows, q_scales, score_scale < 0, I_CONSUMER, Q_TERMS, cfg)
+        store_query_and_scales(next_chunks, q_nope_rows, q_pe_rows, q_scales, query_sign < 0, I_ROW_HALF, Q_TERMS, cfg)
     else:
-        for i_step in range(I_CONSUMER * HALF, (I_CONSUMER + 1) * HALF):
+        for i_step in range(I_ROW_HALF * HALF, (I_ROW_HALF + 1) * HALF):
             chunks = next_chunks
             next_block = QueryBlock(
                 q_block.m_block, q_block.h, q_block.q_begin,
-                gl.where(i_step + 1 < (I_CONSUMER + 1) * HALF, q_block.num_q_rows, 0),
+                gl.where(i_step + 1 < (I_ROW_HALF + 1) * HALF, q_block.num_q_rows, 0),
             )  # fmt: skip
             next_chunks = load_query_row_chunks(tensors, next_block, strides, (i_step + 1) * STEP, STEP, WIDTH_PE, cfg)
-            store_query_and_scales(chunks, q_nope_rows, q_pe_rows, q_scales, score_scale < 0, i_step, Q_TERMS, cfg)
+            store_query_and_scales(chunks, q_nope_rows, q_pe_rows, q_scales, query_sign < 0, i_step, Q_TERMS, cfg)
     fence_async_shared()
 
 
@@ -293,17 +293,17 @@ def load_score_scales(q_scales, score_scale, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def start_qk_chunk(q_chunk, k_chunk, s, Q_TERMS: gl.constexpr):
+def start_qk_chunk(q_chunk, k_chunk, zero, Q_TERMS: gl.constexpr):
     """Starts QK of a chunk of columns, for all terms of the query; returns it in flight."""
     if Q_TERMS == 2:
-        s = warpgroup_mma(q_chunk.slice(BLOCK_M, BLOCK_M), k_chunk, s, use_acc=False, is_async=True)
+        s = warpgroup_mma(q_chunk.slice(BLOCK_M, BLOCK_M), k_chunk, zero, use_acc=False, is_async=True)
         return warpgroup_mma(q_chunk.slice(0, BLOCK_M), k_chunk, s, is_async=True)
     else:
-        return warpgroup_mma(q_chunk, k_chunk, s, use_acc=False, is_async=True)
+        return warpgroup_mma(q_chunk, k_chunk, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def start_residual_rope_qk_batch(smem_kv, q, stage, opaque_zero, s, i_batch: gl.constexpr, cfg: gl.constexpr):
+def start_residual_rope_qk(smem_kv, q, stage, opaque_zero, s, i_batch: gl.constexpr, cfg: gl.constexpr):
     """Starts batch i_batch of MMA_BATCHES of QK for the query's second terms and the rotary part.
 
     The second terms are 2^-4 of the first: one accumulator holds them all. A warp stalls when too many MMAs are in
@@ -335,12 +335,11 @@ def arrive_p_full_if(p_full, is_set):
 
 
 @gluon.jit
-def compute_scores(smem_kv, q, low_term_acc, stage, opaque_zero, p_full_args, Q_TERMS: gl.constexpr,
+def compute_scores(smem_kv, q, residual_rope_s, stage, opaque_zero, prev_p_full_and_has_prev, Q_TERMS: gl.constexpr,
                    SCORE_LAYOUT: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
-    """Returns QK of a tile: fp32 [BLOCK_M, BLOCK_N]; with two terms, `low_term_acc` holds the second
-    and the rotary part.
+    """Returns QK of a tile: fp32 [BLOCK_M, BLOCK_N]. residual_rope_s: finished QK of second terms and rotary part
 
-    p_full_args: with one term, arguments of `arrive_p_full_if`, called once all MMAs have started
+    prev_p_full_and_has_prev: with one term, arguments of `arrive_p_full_if`, called once all MMAs have started
     """
     CHUNKS: gl.constexpr = cfg.CHUNKS
     ckv, k_pe = smem_kv.latents, smem_kv.pe
@@ -348,7 +347,7 @@ def compute_scores(smem_kv, q, low_term_acc, stage, opaque_zero, p_full_args, Q_
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, SCORE_LAYOUT)
     q_0, k_0 = q_nope.index(opaque_zero).slice(0, BLOCK_M), ckv.index(stage * CHUNKS).permute((1, 0))
     x = warpgroup_mma(q_0, k_0, zero, use_acc=False, is_async=True)
-    s = low_term_acc
+    s = residual_rope_s
     if Q_TERMS == 1:
         next_x = warpgroup_mma(
             q_pe.index(opaque_zero), k_pe.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
@@ -360,15 +359,16 @@ def compute_scores(smem_kv, q, low_term_acc, stage, opaque_zero, p_full_args, Q_
         k_i = ckv.index(stage * CHUNKS + i).permute((1, 0))
         next_x = warpgroup_mma(q_nope.index(opaque_zero + i).slice(0, BLOCK_M), k_i, zero, use_acc=False, is_async=True)
         if Q_TERMS == 1 and i == CHUNKS - 1:
-            arrive_p_full_if(p_full_args[0], p_full_args[1])
+            arrive_p_full_if(prev_p_full_and_has_prev[0], prev_p_full_and_has_prev[1])
         s += warpgroup_mma_wait(1, [x])
         x = next_x
     return s + warpgroup_mma_wait(0, [x])
 
 
 @gluon.jit
-def compute_scores_with_group_scales(smem_kv, q, stage, opaque_zero, score_scales, scales_full, phase, p_full_args,
-                          Q_TERMS: gl.constexpr, SCORE_LAYOUT: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+def compute_scores_with_group_scales(smem_kv, q, stage, opaque_zero, score_scales, scales_full, phase,
+                                     prev_p_full_and_has_prev, Q_TERMS: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
+                                     cfg: gl.constexpr):  # fmt: skip
     """Returns QK where each chunk of a key has a scale and the rotary part is bf16: fp32 [BLOCK_M, BLOCK_N].
 
     `store_group_scales_max_and_v_ratios` stores score_scales and signals scales_full.
@@ -391,7 +391,7 @@ def compute_scores_with_group_scales(smem_kv, q, stage, opaque_zero, score_scale
             q_nope.index(opaque_zero + i), ckv.index(stage * CHUNKS + i).permute((1, 0)), zero, Q_TERMS
         )
         if i == CHUNKS - 1:
-            arrive_p_full_if(p_full_args[0], p_full_args[1])
+            arrive_p_full_if(prev_p_full_and_has_prev[0], prev_p_full_and_has_prev[1])
         s += warpgroup_mma_wait(Q_TERMS, [x]) * score_scales.index(SCALE_COLUMNS * stage + i - 1).load(ROW)[None, :]
         x = next_x
     return s + warpgroup_mma_wait(0, [x]) * score_scales.index(SCALE_COLUMNS * stage + CHUNKS - 1).load(ROW)[None, :]
@@ -430,14 +430,14 @@ def lane_row_sum(p):
 
 
 @gluon.jit
-def exp2_of_scores_minus_max(s, row_scales, safe_max, cfg: gl.constexpr):
-    """Returns 2^(s × row_scales − safe_max); with group scales, the scores are scaled already."""
-    safe_max = safe_max[:, None, :][:, :, :, None]
+def exp2_of_scores_minus_max(s, row_scales, safe_max_by_lane, cfg: gl.constexpr):
+    """Returns 2^(s × row_scales − safe_max_by_lane); with group scales, the scores are scaled already."""
+    safe_max_by_lane = safe_max_by_lane[:, None, :][:, :, :, None]
     x = view_by_lane(s)
     if not cfg.GROUP_SCALES:
         L: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, x.type.layout)))
         x *= gl.convert_layout(row_scales, L)[:, None][:, :, None][:, :, :, None]
-    return gl.convert_layout(gl.reshape(gl.exp2(x - safe_max), [BLOCK_M, BLOCK_N]), s.type.layout)
+    return gl.convert_layout(gl.reshape(gl.exp2(x - safe_max_by_lane), [BLOCK_M, BLOCK_N]), s.type.layout)
 
 
 @gluon.jit
@@ -453,7 +453,7 @@ def store_p_key_halves_to_smem(p, smem_p, p_stage):
 
 @gluon.jit
 def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides, STAGES: gl.constexpr,
-                         PREFETCH_QK: gl.constexpr, Q_TERMS: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+                         PREFETCH_RESIDUAL_QK: gl.constexpr, Q_TERMS: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Computes QK and softmax of the CTA range.
 
     For every tile it stores P and rescale for the PV warpgroups; at the end of a work tile, in one more iteration,
@@ -470,7 +470,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     LANE_LAYOUT: gl.constexpr = row_max_by_lane(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S)).type.layout
     h = i_cta % cfg.HEADS
-    kv_iter, p_iter, num_work_tiles = 0, 0, 0
+    kv_iter, p_iter, num_done = 0, 0, 0
     while block < block_end:
         # Next work tile.
         work_tile = find_work_tile_at_block(
@@ -483,24 +483,24 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             n_block_end = make_uniform_through_smem(smem_uniform, 1, n_block_end)
             num_keys = make_uniform_through_smem(smem_uniform, 2, num_keys)
         # Wait for the query.
-        mbarrier.wait(mbarriers.q_full.index(0), num_work_tiles & 1)
+        mbarrier.wait(mbarriers.q_full.index(0), num_done & 1)
         row_scales = load_score_scales(buffers.q_scales, scales.score_scale, ROW)
         row_max = gl.full([BLOCK_M, LANES_PER_ROW], float("-inf"), gl.float32, LANE_LAYOUT)
         row_sum = gl.full([BLOCK_M, LANES_PER_ROW], 0.0, gl.float32, LANE_LAYOUT)
         zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S)
-        low_term_acc = zero
+        residual_rope_s = zero
         # Prologue: QK of second terms for the first tile.
-        if PREFETCH_QK:
+        if PREFETCH_RESIDUAL_QK:
             wait_copies(full.index(kv_iter % STAGES), (kv_iter // STAGES) & 1, cfg)
             for i in gl.static_range(MMA_BATCHES):
-                low_term_acc = start_residual_rope_qk_batch(
-                    smem_kv, q, kv_iter % STAGES, n_block_begin >> 30, low_term_acc, i, cfg
+                residual_rope_s = start_residual_rope_qk(
+                    smem_kv, q, kv_iter % STAGES, n_block_begin >> 30, residual_rope_s, i, cfg
                 )
-            low_term_acc = warpgroup_mma_wait(0, [low_term_acc])
+            residual_rope_s = warpgroup_mma_wait(0, [residual_rope_s])
         for n_block in range(n_block_begin, n_block_end):
             # Wait for the tile.
             stage = kv_iter % STAGES
-            if not PREFETCH_QK:
+            if not PREFETCH_RESIDUAL_QK:
                 wait_copies(full.index(stage), (kv_iter // STAGES) & 1, cfg)
             # With two stages the next stage is the previous one, whose arrival was deferred to here.
             p_full_args = (p_full.index((p_iter + 1) % P_STAGES), n_block > n_block_begin)
@@ -518,16 +518,16 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
                     + score_scales.index(SCALE_COLUMNS * stage + 4).load(gl.SliceLayout(0, S))[None, :]
                 )
             else:
-                s = compute_scores(smem_kv, q, low_term_acc, stage, n_block >> 30, p_full_args, Q_TERMS, S, cfg)
+                s = compute_scores(smem_kv, q, residual_rope_s, stage, n_block >> 30, p_full_args, Q_TERMS, S, cfg)
             # Release KV; with group scales, once the softmax has read them.
             if not cfg.GROUP_SCALES:
                 sync_and_arrive(empty.index(stage))
             # The softmax overlaps second-term QK of the next tile; after the last tile its result is unused.
-            if PREFETCH_QK:
+            if PREFETCH_RESIDUAL_QK:
                 next_stage = (kv_iter + 1) % STAGES
                 mbarrier.wait(full.index(next_stage), ((kv_iter + 1) // STAGES) & 1, pred=n_block + 1 < n_block_end)
                 fence_copies(cfg)
-                low_term_acc = start_residual_rope_qk_batch(smem_kv, q, next_stage, n_block >> 30, zero, 0, cfg)
+                residual_rope_s = start_residual_rope_qk(smem_kv, q, next_stage, n_block >> 30, zero, 0, cfg)
             # Mask.
             s = apply_mask(s, n_block, num_keys, work_tile.num_q_rows, work_tile.m_block * cfg.BLOCK_M, cfg)
             # Online softmax, with lazy rescaling.
@@ -540,8 +540,8 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             safe_max = gl.where(row_max_new == float("-inf"), 0.0, row_max_new)
             rescale = gl.where(row_max_new == row_max, 1.0, gl.exp2(row_max - safe_max))
             row_max = row_max_new
-            if PREFETCH_QK:
-                low_term_acc = start_residual_rope_qk_batch(smem_kv, q, next_stage, n_block >> 30, low_term_acc, 1, cfg)
+            if PREFETCH_RESIDUAL_QK:
+                residual_rope_s = start_residual_rope_qk(smem_kv, q, next_stage, n_block >> 30, residual_rope_s, 1, cfg)
             # P and row_sum.
             p = exp2_of_scores_minus_max(s, row_scales, safe_max, cfg)
             if cfg.GROUP_SCALES:
@@ -551,8 +551,8 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
                 sync_and_arrive(empty.index(stage))
             else:
                 row_sum = row_sum * rescale + lane_row_sum(p)
-            if PREFETCH_QK:
-                low_term_acc = start_residual_rope_qk_batch(smem_kv, q, next_stage, n_block >> 30, low_term_acc, 2, cfg)
+            if PREFETCH_RESIDUAL_QK:
+                residual_rope_s = start_residual_rope_qk(smem_kv, q, next_stage, n_block >> 30, residual_rope_s, 2, cfg)
             # Wait for a free P stage; store P and rescale.
             mbarrier.wait(p_empty.index(p_iter % P_STAGES), ((p_iter // P_STAGES) & 1) ^ 1)
             store_p_key_halves_to_smem(p, buffers.smem_p, p_iter % P_STAGES)
@@ -561,12 +561,12 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
                 gl.permute(gl.reshape(needs_rescale.to(gl.int8), [4, 16, LANES_PER_ROW]), (1, 2, 0))
             )
             fence_async_shared()
-            if PREFETCH_QK:
+            if PREFETCH_RESIDUAL_QK:
                 sync_and_arrive(p_full.index(p_iter % P_STAGES))
-                low_term_acc = warpgroup_mma_wait(0, [low_term_acc])
+                residual_rope_s = warpgroup_mma_wait(0, [residual_rope_s])
             kv_iter += 1
             p_iter += 1
-        if not PREFETCH_QK:
+        if not PREFETCH_RESIDUAL_QK:
             sync_and_arrive(p_full.index((p_iter + 1) % P_STAGES))
         # Epilogue: acc_scale for the PV warpgroups, then metadata, and LSE or the partial state.
         row_max, row_sum = gl.max(row_max, 1), gl.sum(row_sum, 1)
@@ -580,9 +580,9 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             acc_scale[:, None] + gl.full([BLOCK_M, LANES_PER_ROW], 0.0, gl.float32, LANE_LAYOUT)
         )
         sync_and_arrive(p_full.index(p_iter % P_STAGES))
-        p_iter, num_work_tiles = p_iter + 1, num_work_tiles + 1
+        p_iter, num_done = p_iter + 1, num_done + 1
         if n_block_begin == 0:
-            store_num_splits(tensors, work_tile, cta_range, cfg)
+            store_num_splits_and_first_cta(tensors, work_tile, cta_range, cfg)
         if n_block_end - n_block_begin == work_tile.num_n_blocks:
             if cfg.HAS_LSE:
                 gl.store(tensors.LSE + tokens * strides.lse_t + heads * strides.lse_h, lse, mask=m_row)
@@ -604,7 +604,7 @@ def load_packed_v_chunk_of_key_half(smem_packed_v, chunk, key_half: gl.constexpr
 
 
 @gluon.jit
-def dequant_v_times_scale_ratios(packed, v_scale_ratios, key_half: gl.constexpr, cfg: gl.constexpr):
+def dequant_v_even_and_odd_columns(packed, v_scale_ratios, key_half: gl.constexpr, cfg: gl.constexpr):
     """Dequantizes packed V to two fp16 tiles. v_scale_ratios: the chunk's scales over each key's largest."""
     if cfg.GROUP_SCALES:
         key_ratios = v_scale_ratios.slice(key_half * KEYS_PER_HALF, KEYS_PER_HALF).load(
@@ -637,26 +637,26 @@ def rescale_acc_if_flagged(acc_o, smem_rescale, rescale_flag, ACC_LAYOUT: gl.con
 
 
 @gluon.jit
-def wait_p_rescale_and_accumulate_pv(acc_o, smem_packed_v, first_chunk, buffers, p_full, p_iter,
+def wait_p_rescale_and_start_pv(acc_o, smem_packed_v, first_chunk, buffers, p_full, p_iter,
                                      ACC_LAYOUT: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Waits for P and returns acc_o + V × P, the last MMAs in flight."""
     smem_p, v_scale_ratios = buffers.smem_p, buffers.v_scale_ratios
     p_stage = p_iter % P_STAGES
     packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk, 0, ACC_LAYOUT)
     if not cfg.GROUP_SCALES:  # ratios are ready only with P
-        v = dequant_v_times_scale_ratios(packed, v_scale_ratios, 0, cfg)
+        v = dequant_v_even_and_odd_columns(packed, v_scale_ratios, 0, cfg)
     mbarrier.wait(p_full.index(p_stage), (p_iter // P_STAGES) & 1)
     acc_o = rescale_acc_if_flagged(
         acc_o, buffers.rescales.index(p_stage), buffers.rescale_flags.index(p_stage), ACC_LAYOUT
     )
     if cfg.GROUP_SCALES:
-        v = dequant_v_times_scale_ratios(packed, v_scale_ratios.index(first_chunk), 0, cfg)
+        v = dequant_v_even_and_odd_columns(packed, v_scale_ratios.index(first_chunk), 0, cfg)
     for i in gl.static_range(CHUNKS_PER_WARPGROUP):
         for key_half in gl.static_range(KEY_HALVES):
             if i + key_half > 0:
                 packed = load_packed_v_chunk_of_key_half(smem_packed_v, first_chunk + i, key_half, ACC_LAYOUT)
                 acc_o = warpgroup_mma_wait(0, acc_o)
-                v = dequant_v_times_scale_ratios(packed, v_scale_ratios.index(first_chunk + i), key_half, cfg)
+                v = dequant_v_even_and_odd_columns(packed, v_scale_ratios.index(first_chunk + i), key_half, cfg)
             p = smem_p.index(KEY_HALVES * p_stage + key_half).permute((1, 0))
             a0 = warpgroup_mma(v[0], p, acc_o[2 * i], is_async=True)
             a1 = warpgroup_mma(v[1], p, acc_o[2 * i + 1], is_async=True)
@@ -681,7 +681,7 @@ def store_row_half_to_smem_with_columns_interleaved(smem, even_columns, odd_colu
 
 
 @gluon.jit
-def store_column_half_to_output_or_workspace(
+def store_output_or_unnormalized_partial_half(
     tensors, smem_q, acc_o, smem_acc_scale, is_unsplit, partial_slot, q_block, strides, I_CONSUMER: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
@@ -747,7 +747,7 @@ def pv_warpgroup(tensors, q, smem_kv, mbarriers, buffers, score_scale, cta_range
     smem_packed_v = reinterpret(
         smem_kv.latents, gl.int16, [STAGES * cfg.CHUNKS, BLOCK_N, PACKED_PER_CHUNK], gl.NVMMASharedLayout(128, 16)
     )
-    kv_iter, num_work_tiles = 0, 0
+    kv_iter, num_done = 0, 0
     while block < block_end:
         # Next work tile.
         work_tile = find_work_tile_at_block(
@@ -761,10 +761,10 @@ def pv_warpgroup(tensors, q, smem_kv, mbarriers, buffers, score_scale, cta_range
         block += n_block_end - n_block_begin
         q_block = QueryBlock(work_tile.m_block, i_cta % cfg.HEADS, work_tile.q_begin, work_tile.num_q_rows)
         # Load the query, once both PV warpgroups are done with its memory.
-        mbarrier.wait(mbarriers.q_empty.index(0), (num_work_tiles & 1) ^ 1)
-        copy_query_rows_to_smem(tensors, q, buffers.q_scales, q_block, score_scale, strides, I_CONSUMER, Q_TERMS, cfg)
+        mbarrier.wait(mbarriers.q_empty.index(0), (num_done & 1) ^ 1)
+        store_query_half_as_e4m3(tensors, q, buffers.q_scales, q_block, score_scale, strides, I_CONSUMER, Q_TERMS, cfg)
         sync_and_arrive(mbarriers.q_full.index(0))
-        mbarrier.arrive(mbarriers.first_q_full.index(0), pred=num_work_tiles == 0)
+        mbarrier.arrive(mbarriers.first_q_full.index(0), pred=num_done == 0)
         acc_o = (zero, zero, zero, zero)
         for n_block in range(n_block_begin, n_block_end):
             # Wait for the tile.
@@ -775,22 +775,22 @@ def pv_warpgroup(tensors, q, smem_kv, mbarriers, buffers, score_scale, cta_range
                 zero_oob_rows_in_smem(smem_packed_v, first_chunk, CHUNKS_PER_WARPGROUP, num_keys - n_block * BLOCK_N)
                 fence_async_shared()  # TMA writes there next
             # PV; release KV, then P.
-            p_iter = kv_iter + num_work_tiles
-            acc_o = wait_p_rescale_and_accumulate_pv(acc_o, smem_packed_v, first_chunk, buffers, p_full, p_iter, O, cfg)
+            p_iter = kv_iter + num_done
+            acc_o = wait_p_rescale_and_start_pv(acc_o, smem_packed_v, first_chunk, buffers, p_full, p_iter, O, cfg)
             sync_and_arrive(mbarriers.empty.index(stage))
             acc_o = warpgroup_mma_wait(0, acc_o)
             sync_and_arrive(p_empty.index(p_iter % P_STAGES))
             kv_iter += 1
         # Epilogue: wait for acc_scale, store.
-        p_iter = kv_iter + num_work_tiles
+        p_iter = kv_iter + num_done
         mbarrier.wait(p_full.index(p_iter % P_STAGES), (p_iter // P_STAGES) & 1)
         smem_rescale = buffers.rescales.index(p_iter % P_STAGES)
-        store_column_half_to_output_or_workspace(
+        store_output_or_unnormalized_partial_half(
             tensors, q.latents, acc_o, smem_rescale, is_unsplit, partial_slot, q_block, strides, I_CONSUMER, cfg
         )
         sync_and_arrive(p_empty.index(p_iter % P_STAGES))
         mbarrier.arrive(mbarriers.q_empty.index(0))
-        num_work_tiles += 1
+        num_done += 1
 
 
 # The kernel.
@@ -869,21 +869,21 @@ def mla_decode_three_warpgroups_kernel(
     )
     q, smem_kv = QuerySmem(q_nope, q_pe), SmemKV(ckv, k_pe, scales)
     buffers = SharedBuffers(smem_p, rescales, rescale_flags, q_scales, score_scales, v_scale_ratios, smem_uniform)
-    prepared_scales_and_first_q = PreparedScalesAndFirstQ(
+    scale_buffers_and_first_q_full = ScaleBuffersAndFirstQFull(
         mbarriers.first_q_full, score_scales, v_scale_ratios, mbarriers.scales_full
     )
     # With an 8-bit rotary part half of QK is of second terms: those MMAs overlap the previous softmax. Without second
     # terms, or with scales, which need registers, PV of the previous tile does.
-    PREFETCH_QK: gl.constexpr = Q_TERMS == 2 and not cfg.GROUP_SCALES
+    PREFETCH_RESIDUAL_QK: gl.constexpr = Q_TERMS == 2 and not cfg.GROUP_SCALES
     # NOTE: more than the compiler needs makes it wait for each MMA, and so does less.
     QK_REGISTERS: gl.constexpr = 136 if cfg.GROUP_SCALES else 128
     thread_barrier()  # arguments of the partitions may overwrite memory that reductions read
     gl.warp_specialize(
         [
             (producer, (tensor_maps, cache_rows, page_lookup, mbarriers.full, mbarriers.empty, smem_kv, cta_range,
-                        prepared_scales_and_first_q, STAGES, cfg)),
+                        scale_buffers_and_first_q_full, STAGES, cfg)),
             (qk_softmax_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales, cta_range, strides, STAGES,
-                                    PREFETCH_QK, Q_TERMS, cfg)),
+                                    PREFETCH_RESIDUAL_QK, Q_TERMS, cfg)),
             (pv_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales.score_scale, cta_range, strides, 0,
                             STAGES, Q_TERMS, cfg)),
             (pv_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales.score_scale, cta_range, strides, 1,

@@ -50,10 +50,10 @@ from .params import (
     make_cta_range,
     make_uniform_through_smem,
     partial_row_ptr,
-    store_num_splits,
+    store_num_splits_and_first_cta,
     store_partial_stats,
 )
-from .producer import lookup_tma_rows_of_copies
+from .producer import lookup_ckv_kpe_and_scale_tma_rows
 
 BLOCK_N = gl.constexpr(64)
 COLUMN_GROUPS = gl.constexpr(4)  # of a tile
@@ -90,7 +90,7 @@ class TileCounts(NamedTuple):
 
 @gluon.jit
 def acquire_and_copy_kv_tile(
-    tensor_maps, smem_kv, mbarriers, stage: gl.constexpr, ckv_rows, kpe_rows, kv_iter, cfg: gl.constexpr
+    tensor_maps, smem_kv, mbarriers, stage: gl.constexpr, ckv_rows, kpe_rows, iter_of_stage, cfg: gl.constexpr
 ):
     """Starts the copies of a tile's groups, each once its stage is free; the rotary part comes last."""
     CKV_MAP, KPE_MAP = tensor_maps.latents, tensor_maps.pe
@@ -99,11 +99,11 @@ def acquire_and_copy_kv_tile(
     KEYS_PER_COPY: gl.constexpr = CKV_MAP.block_shape[0]
     NUM_COPIES: gl.constexpr = BLOCK_N // KEYS_PER_COPY
     TILES_PER_GROUP: gl.constexpr = GROUP_COLUMNS // TILE_COLUMNS
-    opaque_zero = kv_iter >> 30  # 0, hidden from the compiler, which would unroll
+    opaque_zero = iter_of_stage >> 30  # 0, hidden from the compiler, which would unroll
     for j in range(COLUMN_GROUPS + opaque_zero):
         i_group = (j + stage * GROUPS_PER_WARPGROUP) % COLUMN_GROUPS  # in the order in which they become free
         # Wait for a free group.
-        mbarrier.wait(empty.index(COLUMN_GROUPS * stage + i_group), (kv_iter & 1) ^ 1)
+        mbarrier.wait(empty.index(COLUMN_GROUPS * stage + i_group), (iter_of_stage & 1) ^ 1)
         # Copy it.
         full_barrier = full.index(COLUMN_GROUPS * stage + i_group)
         mbarrier.expect(full_barrier, 2 * BLOCK_N * GROUP_COLUMNS)
@@ -124,16 +124,18 @@ def acquire_and_copy_kv_tile(
 
 
 @gluon.jit
-def acquire_and_gather_kv_tile(cache_rows, smem_kv, mbarriers, stage: gl.constexpr, rows, kv_iter, cfg: gl.constexpr):
+def acquire_and_gather_kv_tile(
+    cache_rows, smem_kv, mbarriers, stage: gl.constexpr, rows, iter_of_stage, cfg: gl.constexpr
+):
     """As `acquire_and_copy_kv_tile`, by rows of the cache."""
     full, empty = mbarriers.full, mbarriers.empty
     ckv, k_pe = smem_kv.latents, smem_kv.pe
     TILES_PER_GROUP: gl.constexpr = GROUP_COLUMNS // TILE_COLUMNS
-    opaque_zero = kv_iter >> 30  # 0, hidden from the compiler, which would unroll
+    opaque_zero = iter_of_stage >> 30  # 0, hidden from the compiler, which would unroll
     for j in range(COLUMN_GROUPS + opaque_zero):
         i_group = (j + stage * GROUPS_PER_WARPGROUP) % COLUMN_GROUPS
         # Wait for a free group.
-        mbarrier.wait(empty.index(COLUMN_GROUPS * stage + i_group), (kv_iter & 1) ^ 1)
+        mbarrier.wait(empty.index(COLUMN_GROUPS * stage + i_group), (iter_of_stage & 1) ^ 1)
         # Copy it.
         smem_tiles = reinterpret(
             ckv.index(COLUMN_GROUPS * stage + i_group), ckv.dtype, [TILES_PER_GROUP, BLOCK_N, TILE_COLUMNS], k_pe.layout
@@ -181,10 +183,10 @@ def producer(tensor_maps, cache_rows, page_lookup, smem_kv, mbarriers, cta_range
                 next_rows_right = load_rows(p_page_ids, n_block + 3, num_keys, TILE_COLUMNS, 16, cfg)
                 acquire_and_gather_kv_tile(cache_rows, smem_kv, mbarriers, 0, rows, num_even_tiles, cfg)
             else:
-                ckv_rows, kpe_rows, _ = lookup_tma_rows_of_copies(
+                ckv_rows, kpe_rows, _ = lookup_ckv_kpe_and_scale_tma_rows(
                     p_page_ids, n_block, num_keys, page_lookup, KEYS_PER_COPY, cfg
                 )
-                ckv_rows_right, kpe_rows_right, _ = lookup_tma_rows_of_copies(
+                ckv_rows_right, kpe_rows_right, _ = lookup_ckv_kpe_and_scale_tma_rows(
                     p_page_ids, n_block + 1, num_keys, page_lookup, KEYS_PER_COPY, cfg
                 )
                 acquire_and_copy_kv_tile(tensor_maps, smem_kv, mbarriers, 0, ckv_rows, kpe_rows, num_even_tiles, cfg)
@@ -237,12 +239,12 @@ def copy_query_columns_to_smem(
 
 
 @gluon.jit
-def wait_and_zero_oob_v_rows_in_smem(ckv, full, stage: gl.constexpr, kv_iter, num_valid):
+def wait_and_zero_oob_v_rows_in_smem(ckv, full, stage: gl.constexpr, iter_of_stage, num_valid):
     """Zeros rows past the tile's last key: 0 × NaN is NaN."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     is_valid = gl.arange(0, BLOCK_N, gl.SliceLayout(1, L)) < num_valid
     for i_group in gl.static_range(COLUMN_GROUPS):
-        mbarrier.wait(full.index(COLUMN_GROUPS * stage + i_group), kv_iter & 1)
+        mbarrier.wait(full.index(COLUMN_GROUPS * stage + i_group), iter_of_stage & 1)
     for i in range(COLUMN_GROUPS + (num_valid >> 30)):
         smem_tile = ckv.index(stage * COLUMN_GROUPS + i)
         x = smem_tile.load(L)
@@ -252,7 +254,7 @@ def wait_and_zero_oob_v_rows_in_smem(ckv, full, stage: gl.constexpr, kv_iter, nu
 
 @gluon.jit
 def wait_zero_oob_rows_and_start_qk(
-    q, smem_kv, full, stage: gl.constexpr, kv_iter, n_block, zero_keys_from, SCORE_LAYOUT: gl.constexpr,
+    q, smem_kv, full, stage: gl.constexpr, iter_of_stage, n_block, zero_keys_from, SCORE_LAYOUT: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Waits for a tile, zeros its invalid rows and starts QK; returns scores fp32 [BLOCK_M, BLOCK_N] in flight."""
@@ -261,14 +263,14 @@ def wait_zero_oob_rows_and_start_qk(
     ROWS: gl.constexpr = q_pe.shape[1]
     TILES_PER_GROUP: gl.constexpr = GROUP_COLUMNS // TILE_COLUMNS
     if not cfg.GATHER_ROWS and (n_block + 1) * BLOCK_N > zero_keys_from:
-        wait_and_zero_oob_v_rows_in_smem(ckv, full, stage, kv_iter, zero_keys_from - n_block * BLOCK_N)
+        wait_and_zero_oob_v_rows_in_smem(ckv, full, stage, iter_of_stage, zero_keys_from - n_block * BLOCK_N)
     # Latents, group by group.
     s = warpgroup_mma_init(gl.full([ROWS, BLOCK_N], 0.0, gl.float32, SCORE_LAYOUT))
     q_tiles = reinterpret(q_nope, q_nope.dtype, [COLUMN_GROUPS * TILES_PER_GROUP, ROWS, TILE_COLUMNS], q_pe.layout)
     opaque_zero = n_block >> 30
     for j in range(COLUMN_GROUPS + opaque_zero):
         i_group = (j + stage * GROUPS_PER_WARPGROUP) % COLUMN_GROUPS
-        mbarrier.wait(full.index(COLUMN_GROUPS * stage + i_group), kv_iter & 1)
+        mbarrier.wait(full.index(COLUMN_GROUPS * stage + i_group), iter_of_stage & 1)
         fence_copies(cfg)
         k_tiles = reinterpret(
             ckv.index(COLUMN_GROUPS * stage + i_group), q_nope.dtype, [TILES_PER_GROUP, BLOCK_N, TILE_COLUMNS],
@@ -280,7 +282,7 @@ def wait_zero_oob_rows_and_start_qk(
                 is_async=True,
             )  # fmt: skip
     # Rotary part.
-    mbarrier.wait(full.index(2 * COLUMN_GROUPS + stage), kv_iter & 1)
+    mbarrier.wait(full.index(2 * COLUMN_GROUPS + stage), iter_of_stage & 1)
     fence_copies(cfg)
     return warpgroup_mma(q_pe.index(opaque_zero), k_pe.index(opaque_zero + stage).permute((1, 0)), s, is_async=True)
 
@@ -499,7 +501,7 @@ def token_and_head_of_row(o_r, h, q_begin, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_column_half_and_lse_to_output_or_workspace(state, acc_scale, lse, smem_q, tensors, is_unsplit, partial_slot,
+def store_output_and_lse_or_unnormalized_partial(state, acc_scale, lse, smem_q, tensors, is_unsplit, partial_slot,
     work_tile, h,
                                  strides, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Stores this warpgroup's columns of the output, or of a split's partial state.
@@ -562,7 +564,7 @@ def consumer(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GROUPS_PER_WARPGROUP * GROUP_COLUMNS, 16])
     h = i_cta % cfg.HEADS
-    tile_counts, num_work_tiles = TileCounts(0, 0), 0
+    tile_counts, num_done = TileCounts(0, 0), 0
     # The query takes the score scale's sign: the maximum of the scaled scores is that of the products.
     sign = gl.where(scales.score_scale < 0, -1.0, 1.0)
     score_scale = gl.maximum(gl.abs(scales.score_scale), 1e-30)
@@ -575,7 +577,7 @@ def consumer(
         # Load the query.
         copy_query_columns_to_smem(tensors, q, sign, work_tile, h, strides, I_CONSUMER, cfg)
         sync_and_arrive(epilogue_barriers.q_full[I_CONSUMER].index(0))
-        mbarrier.wait(epilogue_barriers.q_full[1 - I_CONSUMER].index(0), num_work_tiles & 1)
+        mbarrier.wait(epilogue_barriers.q_full[1 - I_CONSUMER].index(0), num_done & 1)
         # Main loop; then sum row_sum of both warpgroups.
         mainloop: gl.constexpr = (
             mainloop_qk_even_tiles_pv_left_columns if LEFT else mainloop_qk_odd_tiles_pv_right_columns
@@ -586,12 +588,12 @@ def consumer(
         row_sum = mainloop_state.row_sum
         smem_row_max_and_sum.index(2 + I_CONSUMER).store(row_sum)
         sync_and_arrive(epilogue_barriers.row_sum_full[I_CONSUMER].index(0))
-        mbarrier.wait(epilogue_barriers.row_sum_full[1 - I_CONSUMER].index(0), num_work_tiles & 1)
+        mbarrier.wait(epilogue_barriers.row_sum_full[1 - I_CONSUMER].index(0), num_done & 1)
         row_sum += smem_row_max_and_sum.index(3 - I_CONSUMER).load(gl.SliceLayout(1, S))
-        num_work_tiles += 1
+        num_done += 1
         # Epilogue: metadata, then the output or a partial state.
         if work_tile.n_block_begin == 0:  # both warpgroups store the same
-            store_num_splits(tensors, work_tile, cta_range, cfg)
+            store_num_splits_and_first_cta(tensors, work_tile, cta_range, cfg)
         row_max, row_sum = (
             gl.convert_layout(mainloop_state.row_max, gl.SliceLayout(1, O)),
             gl.convert_layout(row_sum, gl.SliceLayout(1, O)),
@@ -605,7 +607,7 @@ def consumer(
         partial_slot = 2 * i_cta + (work_tile.n_block_begin == 0).to(gl.int32)
         is_unsplit = work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks
         state = SoftmaxState(row_max, row_sum, mainloop_state.acc_o)
-        store_column_half_and_lse_to_output_or_workspace(
+        store_output_and_lse_or_unnormalized_partial(
             state, acc_scale, lse, q.latents, tensors, is_unsplit, partial_slot, work_tile, h, strides, I_CONSUMER, cfg
         )
         block += work_tile.n_block_end - work_tile.n_block_begin

@@ -45,10 +45,10 @@ from .tile_scheduler import (
     init_acc_and_max,
     load_request_shape,
     publish_work_tile,
+    request_head_and_m_block_of_work_tile,
     start_qk,
     unpack_work_tile,
-    work_tile_coords,
-    zero_oob_and_nan_v_rows_in_smem,
+    zero_oob_rows_and_nan_elements_of_smem_v,
 )
 
 BLOCK_N, STAGES, REGISTERS = 128, 2, 240
@@ -109,7 +109,7 @@ def producer(
     while i_work_tile < work_queue.num_work_tiles:
         # Tile scheduler: the request, head and queries of this work tile
         i_next_work_tile = i_work_tile
-        i_request, head, m_block = work_tile_coords(
+        i_request, head, m_block = request_head_and_m_block_of_work_tile(
             i_work_tile, work_queue.num_m_blocks, work_queue.H, work_queue.heads_per_l2_group
         )
         request = load_request_shape(work_queue, i_request)
@@ -207,7 +207,7 @@ def mainloop_step(
     mbarrier.wait(v_full.index(stage), (kv_iter // STAGES) & 1)
     if MASKED:  # noqa: SIM102 - known to the compiler, unlike the other
         if may_have_nan:
-            zero_oob_and_nan_v_rows_in_smem(v_s.index(stage), num_keys)
+            zero_oob_rows_and_nan_elements_of_smem_v(v_s.index(stage), num_keys)
     # Wait for PV, free its stage, rescale
     acc_o = warpgroup_mma_wait(0, [acc_o])
     mbarrier.arrive(v_empty.index(prev_stage), count=1)
@@ -219,11 +219,11 @@ def mainloop_step(
 
 
 @gluon.jit
-def output_pointers_and_masks(
+def output_residual_and_lse_ptrs_and_masks(
     args, tile_info, I_CONSUMER: gl.constexpr, SCORE_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr, DV: gl.constexpr
 ):
     """Returns pointers to a work tile's out, OUT_RESIDUAL and lse; masks of out and lse."""
-    strides, q_row, num_queries = args.strides, tile_info.q_row, tile_info.num_rows
+    strides, q_row, num_queries = args.strides, tile_info.q_row, tile_info.valid_row_bound
     head = tile_info.head.to(gl.int64)
     o_v = gl.arange(0, DV, gl.SliceLayout(0, ACC_LAYOUT))
     o_mo = gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, ACC_LAYOUT)) + I_CONSUMER * ROWS_PER_WARPGROUP
@@ -244,7 +244,7 @@ def normalize_merge_and_store_output(
     """Stores a work tile's output, combined with the previous chunk's."""
     O: gl.constexpr = acc_o.type.layout
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
-    p_out, p_residual, p_lse, m_out, m_lse = output_pointers_and_masks(
+    p_out, p_residual, p_lse, m_out, m_lse = output_residual_and_lse_ptrs_and_masks(
         args, tile_info, I_CONSUMER, SCORE_LAYOUT, O, acc_o.shape[1]
     )
     # Combine: one row_max and row_sum of this chunk and the previous ones
@@ -309,7 +309,7 @@ def consumer(
         s = start_qk(q, q_pe, k_s.index(0), kpe_s.index(0), S)
         mbarrier.wait(v_full.index(0), 0)
         if may_have_nan:
-            zero_oob_and_nan_v_rows_in_smem(v_s.index(0), tile_info.num_keys - n_start)
+            zero_oob_rows_and_nan_elements_of_smem_v(v_s.index(0), tile_info.num_keys - n_start)
         s = warpgroup_mma_wait(0, [s])
         mbarrier.arrive(k_empty.index(0), count=1)
         mbarrier.arrive(q_empty.index(I_CONSUMER), count=1, pred=tile_info.num_n_blocks == 1)
@@ -375,7 +375,7 @@ def consumer(
             p_packed = pack_p_16bit(p, v_s.dtype)
             mbarrier.wait(v_full.index(stage), (kv_iter // STAGES) & 1, pred=has_next_tile)
             if may_have_nan:
-                zero_oob_and_nan_v_rows_in_smem(v_s.index(stage), tile_info.num_keys - n_start)
+                zero_oob_rows_and_nan_elements_of_smem_v(v_s.index(stage), tile_info.num_keys - n_start)
             kv_iter += 1
 
 
@@ -435,7 +435,7 @@ def attention_kernel(
 # Its launch, and arguments that both attention kernels take.
 
 
-def tensor_map_args(f: SimpleNamespace, num_rows: int, block_n: int) -> dict[str, TensorMapArg]:
+def query_and_kv_tensor_map_args(f: SimpleNamespace, num_rows: int, block_n: int) -> dict[str, TensorMapArg]:
     """Returns tensor maps of queries and keys, by key blocks of `block_n`."""
     heads, nope, rope, dim_v = head_dims(f)
     tokens = f.q.shape[0]
@@ -468,11 +468,11 @@ def head_dims(f: SimpleNamespace) -> HeadDims:
 
 
 def attention_args_without_tensor_maps(
-    f: SimpleNamespace, i_chunk: int, num_rows: int, block_m: int, several_chunks: bool
+    f: SimpleNamespace, i_chunk: int, num_rows: int, block_m: int, needs_lse_for_merge: bool
 ) -> dict[str, Any]:
     """Returns arguments of either attention kernel for a chunk of `num_rows` rows, without tensor maps and counters."""
     dims, requests, num_m_blocks = head_dims(f), f.cache_lens.shape[0], -(-f.max_q_len // block_m)
-    lse, lse_strides = lse_tensor_and_strides(f, several_chunks)
+    lse, lse_strides = lse_tensor_and_strides(f, needs_lse_for_merge)
     tensors = tensor_args(
         OUT="out", LSE=lse, MAY_HAVE_NAN="MAY_HAVE_NAN", CU_SEQLENS_Q="cu_seqlens_q", CACHE_LENS="cache_lens"
     )
@@ -501,9 +501,8 @@ def make_attention_launch(
     only_if_overflowed: the kernel does something only where that of three warpgroups overflowed
     """
     several_chunks = has_previous_chunk or has_next_chunk
-    arguments = tensor_map_args(f, num_rows, BLOCK_N) | attention_args_without_tensor_maps(f, i_chunk, num_rows,
-        BLOCK_M.value,
-                                                                       several_chunks) | {
+    arguments: dict[str, Any] = query_and_kv_tensor_map_args(f, num_rows, BLOCK_N)
+    arguments |= attention_args_without_tensor_maps(f, i_chunk, num_rows, BLOCK_M.value, several_chunks) | {
         **tensor_args(OUT_RESIDUAL="OUT_RESIDUAL" if several_chunks else "out", WORK_COUNTER="WORK_COUNTER"),
         # read only if needed
         "OVERFLOW_FLAG": TensorArg("WORK_COUNTER", row=OVERFLOWED if only_if_overflowed else 0),

@@ -233,7 +233,7 @@ def blockwise_gemm_kernel(
 # Its launch.
 
 
-def make_gemm_launch(f: SimpleNamespace, num_rows: int, max_rows: int, sms: int, use_pdl: bool) -> KernelLaunch:
+def make_gemm_launch(f: SimpleNamespace, num_rows: int, max_rows: int, num_sms: int, use_pdl: bool) -> KernelLaunch:
     """Returns the launch for a chunk of `num_rows` rows, in buffers for `max_rows`: KV = CODES @ kv_b_proj.T"""
     n, rank = f.kv_b_proj.shape
     tile_shape = [BLOCK.value, BLOCK.value]
@@ -247,4 +247,4 @@ def make_gemm_launch(f: SimpleNamespace, num_rows: int, max_rows: int, sms: int,
         "K_BLOCKS": rank // BLOCK.value, "STAGES": STAGES, "USE_PDL": use_pdl,
     }  # fmt: skip
     num_tiles = -(-num_rows // BLOCK.value) * (n // BLOCK.value)
-    return KernelLaunch(blockwise_gemm_kernel, (min(sms, num_tiles),), arguments, num_warps=4, launch_pdl=use_pdl)
+    return KernelLaunch(blockwise_gemm_kernel, (min(num_sms, num_tiles),), arguments, num_warps=4, launch_pdl=use_pdl)

@@ -64,15 +64,15 @@ def apply_rope_to_heads_in_place(
 
 
 @triton.jit
-def rope_queries_in_place_or_store_empty_outputs(
-    Q, OUT, LSE, FREQS_CIS, CACHE_LENS, CU_SEQLENS_Q, i_row, num_tokens, B, H, max_pos, stride_qt, stride_qh, stride_ot,
-    stride_oh, stride_lt,
-    stride_lh, stride_freqs_cis, DN: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, DV: tl.constexpr,
-    DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr,
+def rope_queries_and_store_empty_padding_outputs(
+    Q, OUT, LSE, FREQS_CIS, CACHE_LENS, CU_SEQLENS_Q, first_token, num_tokens, B, H, max_pos, stride_qt, stride_qh,
+    stride_ot, stride_oh, stride_lt, stride_lh, stride_freqs_cis,
+    DN: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Of tokens row, row + num_programs, …: rotates those of a request, clears the outputs of the others."""
+    """Of tokens first_token, + num_programs, …: rotates those of a request, clears the outputs of the others."""
     q_begin, q_end = tl.load(CU_SEQLENS_Q).to(tl.int64), tl.load(CU_SEQLENS_Q + B).to(tl.int64)
-    t = i_row
+    t = first_token
     while t < num_tokens:
         if (t < q_begin) | (t >= q_end):
             first_head = H * 0
@@ -94,7 +94,7 @@ def rope_queries_in_place_or_store_empty_outputs(
 @triton.jit(do_not_specialize=["B", "max_pages", "num_tokens", "max_pos"])
 def gather_latents_kernel(
     Q, CKV, KPE, SCALES, FREQS_CIS, PAGE_TABLE, CACHE_LENS, CU_SEQLENS_Q, CHUNK_ROW_OFFSETS, CACHE_OFFSETS, KV_SCALE,
-    OUT, LSE, CODES_OUT, SCALES_OUT, K_PE_OUT, WORK_COUNTER,
+    OUT, LSE, CODES_OR_LATENTS_OUT, SCALES_OUT, K_PE_OUT, WORK_COUNTER,
     MAY_HAVE_NAN, kv_scale, num_tokens, B, H, max_pages, num_pages, max_pos, stride_qt, stride_qh, stride_cp, stride_cs,
     stride_kp,
     stride_ks, stride_sp, stride_ss, stride_ot, stride_oh, stride_lt, stride_lh, stride_table, stride_freqs_cis,
@@ -109,7 +109,7 @@ def gather_latents_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     tl.store(WORK_COUNTER + tl.arange(0, 4), tl.zeros([4], tl.int32), mask=i_row == 0)
     if IS_FIRST_CHUNK:
-        rope_queries_in_place_or_store_empty_outputs(
+        rope_queries_and_store_empty_padding_outputs(
             Q, OUT, LSE, FREQS_CIS, CACHE_LENS, CU_SEQLENS_Q, i_row, num_tokens, B, H, max_pos, stride_qt, stride_qh,
             stride_ot, stride_oh,
             stride_lt, stride_lh, stride_freqs_cis, DN, R, R_PAD, DV, DV_PAD, BLOCK_H,
@@ -144,9 +144,9 @@ def gather_latents_kernel(
         codes, scale = quantize_latent_codes_and_group_scales(latent, L_PAD, NATIVE_FP8_CAST)
         o_g = tl.arange(0, L_PAD // GROUP)
         tl.store(SCALES_OUT + o_g.to(tl.int64) * stride_scales_out + i_row, scale, mask=o_g < L // GROUP)
-        tl.store(CODES_OUT + i_row * L + o_l, codes, mask=o_l < L)
+        tl.store(CODES_OR_LATENTS_OUT + i_row * L + o_l, codes, mask=o_l < L)
     else:
-        tl.store(CODES_OUT + i_row * L + o_l, latent.to(CODES_OUT.dtype.element_ty), mask=o_l < L)
+        tl.store(CODES_OR_LATENTS_OUT + i_row * L + o_l, latent.to(CODES_OR_LATENTS_OUT.dtype.element_ty), mask=o_l < L)
     k_pe = tl.load(p_k + o_r, mask=valid & (o_r < R), other=0)
     if STORAGE_KIND != "float":
         k_pe = fp8_to_fp32(k_pe, STORAGE_KIND, NATIVE_FP8_CAST) * kv_scale
@@ -162,7 +162,7 @@ def make_gather_launch(
 ) -> KernelLaunch:  # fmt: skip
     """Returns the launch for a chunk of `num_rows` rows, in buffers for `max_rows`. is_first_chunk: of the call."""
     output_tensors = tensor_args(
-        BYTES, CODES_OUT="CODES", SCALES_OUT="SCALES", K_PE_OUT="K_PE", WORK_COUNTER="WORK_COUNTER",
+        BYTES, CODES_OR_LATENTS_OUT="CODES", SCALES_OUT="SCALES", K_PE_OUT="K_PE", WORK_COUNTER="WORK_COUNTER",
         MAY_HAVE_NAN="MAY_HAVE_NAN",
     )  # fmt: skip
     arguments = latent_cache_args(f) | rope_query_args(f) | empty_output_args(f) | chunk_offset_args(i_chunk)

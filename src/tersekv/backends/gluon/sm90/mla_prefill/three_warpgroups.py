@@ -1,6 +1,6 @@
 """MLA prefill's attention on sm_90 for large calls: three warpgroups of 64 queries share key blocks, in one chunk. The
-mask, the rescale and the consumer's waits are in `mainloop_step`, the waits for free stages in `producer`; there is no
-combine.
+mask, the rescale and the consumer's waits are in `qk_softmax_pv_step`, the waits for free stages in `producer`; there
+is no combine.
 
 Differences from attention.py: three warpgroups read a third less from the L2 cache than two. Each runs QK, softmax and
 PV in sequence, while the others keep the matrix unit busy; V is copied in half blocks, which leaves room for three of
@@ -30,7 +30,12 @@ from ...versions import thread_barrier, tma_load
 from ..parts.online_softmax import pack_p_16bit, row_sums_by_lane, softmax_step, split_columns, unpack_p_16bit
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_launch_dependents, pdl_wait
 from ..parts.tensor_maps import tensor_map_arg
-from .attention import OVERFLOWED, TAKEN_BY_THREE_WARPGROUPS, attention_args_without_tensor_maps, tensor_map_args
+from .attention import (
+    OVERFLOWED,
+    TAKEN_BY_THREE_WARPGROUPS,
+    attention_args_without_tensor_maps,
+    query_and_kv_tensor_map_args,
+)
 from .tile_scheduler import (
     LN2,
     ROWS_PER_WARPGROUP,
@@ -44,10 +49,10 @@ from .tile_scheduler import (
     init_acc_and_max,
     load_request_shape,
     publish_work_tile,
+    request_head_and_m_block_of_work_tile,
     start_qk,
     unpack_work_tile,
-    work_tile_coords,
-    zero_oob_and_nan_v_rows_in_smem,
+    zero_oob_rows_and_nan_elements_of_smem_v,
 )
 
 REGISTERS = 160
@@ -90,12 +95,12 @@ class ConsumerArgs(NamedTuple):
 
 
 @gluon.jit
-def acquire_and_copy_v_key_half(tensor_maps, kv_row, o_column, v_iter, buffers, mbarriers):
+def acquire_and_copy_v_key_half(tensor_maps, kv_row, first_column, half_iter, buffers, mbarriers):
     """Copies half a key block of V."""
-    stage = v_iter % STAGES_V
-    mbarrier.wait(mbarriers.v_empty.index(stage), ((v_iter // STAGES_V) & 1) ^ 1)
+    stage = half_iter % STAGES_V
+    mbarrier.wait(mbarriers.v_empty.index(stage), ((half_iter // STAGES_V) & 1) ^ 1)
     mbarrier.expect(mbarriers.v_full.index(stage), HALF_BLOCK_N * buffers.v.shape[2] * 2)
-    tma_load(tensor_maps.VALUES, [kv_row, o_column], mbarriers.v_full.index(stage), buffers.v.index(stage))
+    tma_load(tensor_maps.VALUES, [kv_row, first_column], mbarriers.v_full.index(stage), buffers.v.index(stage))
 
 
 @gluon.jit
@@ -109,7 +114,7 @@ def producer(tensor_maps, work_queue, buffers, mbarriers):
     kv_iter = 0  # key blocks copied
     while i_work_tile < work_queue.num_work_tiles:
         # Tile scheduler: the request, head and queries of this work tile
-        i_request, head, m_block = work_tile_coords(
+        i_request, head, m_block = request_head_and_m_block_of_work_tile(
             i_work_tile, work_queue.num_m_blocks, work_queue.H, work_queue.heads_per_l2_group
         )
         request = load_request_shape(work_queue, i_request)
@@ -165,12 +170,12 @@ def producer(tensor_maps, work_queue, buffers, mbarriers):
                 kv_row -= BLOCK_N
             num_done += 1
         # No earlier: the CTA that is done first takes the next work tile.
-        find_work_tile_at_block = gl.atomic_add(work_queue.WORK_COUNTER, 1, sem="relaxed") + gl.num_programs(0)
+        i_next_work_tile = gl.atomic_add(work_queue.WORK_COUNTER, 1, sem="relaxed") + gl.num_programs(0)
         if has_work:
             acquire_and_copy_v_key_half(
                 tensor_maps, chunk_row + HALF_BLOCK_N, o_column + DN, 2 * kv_iter - 1, buffers, mbarriers
             )
-        i_work_tile = find_work_tile_at_block
+        i_work_tile = i_next_work_tile
     # The end, for all consumers
     for i_consumer in gl.static_range(WARPGROUPS):
         mbarrier.wait(mbarriers.q_empty.index(i_consumer), (num_done & 1) ^ 1)
@@ -182,10 +187,10 @@ def producer(tensor_maps, work_queue, buffers, mbarriers):
 
 
 @gluon.jit
-def mainloop_step(
+def qk_softmax_pv_step(
     state, kv_iter, is_last, last_key, num_keys, may_have_nan, buffers, mbarriers, score_scale,
     SCORE_LAYOUT: gl.constexpr,
-    MASKED: gl.constexpr,
+    MASK_AND_UPDATE_MAX: gl.constexpr,
     I_CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Runs QK, softmax and PV of key block `kv_iter`, or of its first half. last_key: last visible key of each row."""
@@ -207,7 +212,7 @@ def mainloop_step(
     # NOTE: ptxas moves no arithmetic across the branch of a wait: this keeps the arrivals before the exponentials.
     mbarrier.wait(v_full.index(first_v_stage), (2 * kv_iter // STAGES_V) & 1)
     # Mask and online softmax; without a mask row_max is kept
-    if MASKED:
+    if MASK_AND_UPDATE_MAX:
         M: gl.constexpr = row_max.type.layout
         SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, SCORE_LAYOUT)
         p, row_max, rescale = softmax_step(
@@ -230,9 +235,9 @@ def mainloop_step(
         if i > 0:
             mbarrier.wait(v_full.index(v_iter % STAGES_V), (v_iter // STAGES_V) & 1)
         if i * HALF_BLOCK_N < COLUMNS:
-            if MASKED:  # noqa: SIM102 - known to the compiler, unlike the other
+            if MASK_AND_UPDATE_MAX:  # noqa: SIM102 - known to the compiler, unlike the other
                 if may_have_nan:
-                    zero_oob_and_nan_v_rows_in_smem(v_half, num_keys - i * HALF_BLOCK_N)
+                    zero_oob_rows_and_nan_elements_of_smem_v(v_half, num_keys - i * HALF_BLOCK_N)
             acc_o = warpgroup_mma(unpack_p_16bit(p_halves[i], v_s.dtype, P), v_half, acc_o, is_async=True)
     # Wait for PV, free its stages
     acc_o = warpgroup_mma_wait(0, [acc_o])
@@ -262,7 +267,7 @@ def wait_and_release_tiles_unread(kv_iter, num_tiles, mbarriers):
 @gluon.jit
 def store_output_lse_and_flag_overflow(args, tile_info, state, I_CONSUMER: gl.constexpr, STORE_LSE: gl.constexpr):
     """Stores a work tile's output, and sets OVERFLOW_FLAG where it overflowed."""
-    OUT, strides, q_row, first_valid_row = args.OUT, args.strides, tile_info.q_row, tile_info.num_rows
+    OUT, strides, q_row, first_valid_row = args.OUT, args.strides, tile_info.q_row, tile_info.valid_row_bound
     acc_o, row_max, row_sum = state
     O: gl.constexpr = acc_o.type.layout
     M: gl.constexpr = row_max.type.layout
@@ -321,7 +326,7 @@ def consumer(args, I_CONSUMER: gl.constexpr, STORE_LSE: gl.constexpr):
         if num_n_blocks >= 0:
             visible_keys = gl.minimum(num_keys, causal_limit + (I_CONSUMER + 1) * ROWS_PER_WARPGROUP)  # to these rows
             num_own_blocks = gl.where(
-                tile_info.num_rows < (I_CONSUMER + 1) * ROWS_PER_WARPGROUP,
+                tile_info.valid_row_bound < (I_CONSUMER + 1) * ROWS_PER_WARPGROUP,
                 gl.maximum((visible_keys + BLOCK_N - 1) // BLOCK_N, 0),
                 0,
             )
@@ -337,7 +342,7 @@ def consumer(args, I_CONSUMER: gl.constexpr, STORE_LSE: gl.constexpr):
             n_start = num_own_blocks * BLOCK_N
             if (num_own_blocks > 0) & (visible_keys + HALF_BLOCK_N <= n_start):
                 n_start -= BLOCK_N
-                acc_o, row_max, row_sum = mainloop_step(
+                acc_o, row_max, row_sum = qk_softmax_pv_step(
                     SoftmaxState(acc_o, row_max, row_sum), kv_iter, n_start == 0, last_key - n_start,
                     num_keys - n_start, may_have_nan, buffers, mbarriers, score_scale,
                     S_HALF, True, I_CONSUMER,
@@ -347,7 +352,7 @@ def consumer(args, I_CONSUMER: gl.constexpr, STORE_LSE: gl.constexpr):
             # Masked key blocks
             for i in range(num_unmasked_blocks, num_own_blocks):  # noqa: B007
                 n_start -= BLOCK_N
-                acc_o, row_max, row_sum = mainloop_step(
+                acc_o, row_max, row_sum = qk_softmax_pv_step(
                     SoftmaxState(acc_o, row_max, row_sum), kv_iter, n_start == 0, last_key - n_start,
                     num_keys - n_start, may_have_nan, buffers, mbarriers, score_scale,
                     S, True, I_CONSUMER,
@@ -356,7 +361,7 @@ def consumer(args, I_CONSUMER: gl.constexpr, STORE_LSE: gl.constexpr):
             # Unmasked key blocks
             for i in range(gl.minimum(num_unmasked_blocks, num_own_blocks)):  # noqa: B007
                 n_start -= BLOCK_N
-                acc_o, row_max, row_sum = mainloop_step(
+                acc_o, row_max, row_sum = qk_softmax_pv_step(
                     SoftmaxState(acc_o, row_max, row_sum), kv_iter, n_start == 0, last_key, num_keys, may_have_nan,
                     buffers, mbarriers, score_scale, S, False, I_CONSUMER,
                 )  # fmt: skip
@@ -435,7 +440,8 @@ def is_faster_than_two_warpgroups(f: SimpleNamespace, num_sms: int) -> bool:
 
 def make_attention_launch(f: SimpleNamespace, i_chunk: int, num_rows: int, num_sms: int, use_pdl: bool) -> KernelLaunch:
     """Returns the launch for the only chunk, of `num_rows` rows (WORK_COUNTER: `attention.make_attention_launch`)."""
-    tensor_maps, dim_v, columns = tensor_map_args(f, num_rows, BLOCK_N.value), f.out.shape[2], f.kv_b_proj.shape[0]
+    tensor_maps = query_and_kv_tensor_map_args(f, num_rows, BLOCK_N.value)
+    dim_v, columns = f.out.shape[2], f.kv_b_proj.shape[0]
     layout = gl.NVMMASharedLayout.get_default_for([ROWS_PER_WARPGROUP.value, 64], gl.bfloat16)
     arguments = attention_args_without_tensor_maps(f, i_chunk, num_rows, BLOCK_M.value, False) | {
         "Q": tensor_maps["Q"], "Q_PE_MAP": tensor_maps["Q_PE_MAP"], "KEYS": tensor_maps["KV"],

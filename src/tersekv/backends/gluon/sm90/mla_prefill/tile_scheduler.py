@@ -87,7 +87,7 @@ class WorkTileInfo(NamedTuple):
     """A work tile as published to the consumers. Which num_n_blocks ends the loop, each kernel's `producer` says."""
 
     q_row: gl.tensor  # first row of q
-    num_rows: gl.tensor  # valid queries, or the first valid one (three warpgroups)
+    valid_row_bound: gl.tensor  # end of the valid queries; with three warpgroups the first valid one
     causal_limit: gl.tensor  # last visible key of query 0
     num_keys: gl.tensor
     num_n_blocks: gl.tensor
@@ -105,7 +105,7 @@ def element_as_scalar(x, i: gl.constexpr):
 
 
 @gluon.jit
-def publish_work_tile(SMEM, q_row, num_rows, causal_limit, num_keys, num_n_blocks, head):
+def publish_work_tile(SMEM, q_row, valid_row_bound, causal_limit, num_keys, num_n_blocks, head):
     """Stores a work tile's info in shared memory, in the order of WorkTileInfo."""
     REPLICATED_LAYOUT: gl.constexpr = gl.BlockedLayout([TILE_INFO_FIELDS], [32], [1], [0])
     o = gl.arange(0, TILE_INFO_FIELDS, REPLICATED_LAYOUT)
@@ -114,7 +114,7 @@ def publish_work_tile(SMEM, q_row, num_rows, causal_limit, num_keys, num_n_block
         q_row,
         gl.where(
             o == 1,
-            num_rows,
+            valid_row_bound,
             gl.where(o == 2, causal_limit, gl.where(o == 3, num_keys, gl.where(o == 4, num_n_blocks, head))),
         ),
     )
@@ -123,19 +123,19 @@ def publish_work_tile(SMEM, q_row, num_rows, causal_limit, num_keys, num_n_block
 
 
 @gluon.jit
-def unpack_work_tile(tile_info):
+def unpack_work_tile(info_fields):
     """Returns a work tile's WorkTileInfo, as it was published."""
-    q_row, num_rows, causal_limit = (
-        element_as_scalar(tile_info, 0), element_as_scalar(tile_info, 1), element_as_scalar(tile_info, 2),
+    q_row, valid_row_bound, causal_limit = (
+        element_as_scalar(info_fields, 0), element_as_scalar(info_fields, 1), element_as_scalar(info_fields, 2),
     )  # fmt: skip
     return WorkTileInfo(
-        q_row, num_rows, causal_limit, element_as_scalar(tile_info, 3), element_as_scalar(tile_info, 4),
-        element_as_scalar(tile_info, 5),
+        q_row, valid_row_bound, causal_limit, element_as_scalar(info_fields, 3), element_as_scalar(info_fields, 4),
+        element_as_scalar(info_fields, 5),
     )  # fmt: skip
 
 
 @gluon.jit
-def work_tile_coords(i_work_tile, num_m_blocks, H, heads_per_l2_group):
+def request_head_and_m_block_of_work_tile(i_work_tile, num_m_blocks, H, heads_per_l2_group):
     """Returns (request, head, m_block): late blocks first, within groups of heads."""
     i_request = i_work_tile // (num_m_blocks * H)
     i_in_request = i_work_tile % (num_m_blocks * H)
@@ -173,7 +173,7 @@ def start_qk(q, q_pe, k, k_pe, SCORE_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def zero_oob_and_nan_v_rows_in_smem(smem_v, num_valid):
+def zero_oob_rows_and_nan_elements_of_smem_v(smem_v, num_valid):
     """Zeroes invalid rows and NaN in a tile of V: P = 0 does not hide NaN.
 
     A NaN of the request's own later tokens is zeroed too; queries that see such a token still get NaN from its key.

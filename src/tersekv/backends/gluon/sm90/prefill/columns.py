@@ -3,7 +3,7 @@
 It has the same 64 rows as the first consumer (`mainloop`), whose acc_o holds the first half of V's columns; this one
 holds the second. The first computes QK, mask and softmax and publishes P, rescale and acc_scale.
 
-Mask: in P, and `wait_half_of_v_and_zero_oob_rows`; full stage: of P, and the same; rescale:
+Mask: in P, and `wait_v_columns_and_zero_oob_rows`; full stage: of P, and the same; rescale:
 `wait_p_rescale_and_accumulate_pv_half`; combine: none.
 """
 
@@ -17,12 +17,12 @@ from .mainloop import (
     consumer,
     consumer_new_kv,
     init_acc,
-    release_half_of_v,
+    release_v_columns,
     smem_column_half_of_v,
     store_output_columns,
     tokens_heads_and_mask_of_output_rows,
     view_stages_as,
-    wait_half_of_v_and_zero_oob_rows,
+    wait_v_columns_and_zero_oob_rows,
 )
 from .tile_scheduler import read_work_tile_and_cached_prefix
 
@@ -36,23 +36,23 @@ def wait_p_rescale_and_accumulate_pv_half(acc_o, shared_p, v_stages, iter, key_b
     DTYPE: gl.constexpr = v_stages.tiles.dtype
     stage = consumer_wait(shared_p.full_barriers, iter, P_STAGES)
     acc_o = acc_o * shared_p.rescales.index(stage).load(gl.SliceLayout(1, acc_o.type.layout))[:, None]
-    wait_half_of_v_and_zero_oob_rows(v_stages, iter, key_begin, key_end, I_CONSUMER, cfg)
+    wait_v_columns_and_zero_oob_rows(v_stages, iter, key_begin, key_end, I_CONSUMER, cfg)
     p = reinterpret(shared_p.tiles, DTYPE, shared_p.tiles.shape, shared_p.tiles.layout).index(stage)
     acc_o = warpgroup_mma(p, smem_column_half_of_v(v_stages, I_CONSUMER, cfg), acc_o, is_async=True)
     acc_o = warpgroup_mma_wait(0, [acc_o])
     thread_barrier()  # all threads have read rescale
     consumer_release(shared_p.empty_barriers, iter, P_STAGES)
-    release_half_of_v(v_stages, I_CONSUMER, cfg)
+    release_v_columns(v_stages, I_CONSUMER, cfg)
     return acc_o
 
 
 @gluon.jit
-def accumulate_pv_half_of_key_range(acc_o, shared_p, v_stages, iter, key_range, cfg: gl.constexpr):
+def accumulate_pv_half_of_key_range(acc_o, shared_p, v_stages, first_iter, key_range, cfg: gl.constexpr):
     """Returns acc_o after all blocks of a range of keys. key_range: a WorkTile or a CachedPrefix"""
     n_start = (key_range.n_block_end - 1) * cfg.BLOCK_N
     for i in range(key_range.num_n_blocks):
         acc_o = wait_p_rescale_and_accumulate_pv_half(
-            acc_o, shared_p, v_stages, iter + i, key_range.key_begin - n_start, key_range.key_end - n_start, cfg
+            acc_o, shared_p, v_stages, first_iter + i, key_range.key_begin - n_start, key_range.key_end - n_start, cfg
         )
         n_start -= cfg.BLOCK_N
     return acc_o
@@ -115,8 +115,10 @@ def second_column_half_consumer_new_kv(
 
 
 @gluon.jit
-def second_consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-                    Q_DTYPE: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+def second_consumer_rows_or_columns(
+    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
+    Q_DTYPE: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
     """Runs the second consumer: of other columns, or of other rows."""
     if cfg.COLUMN_SPLIT:
         second_column_half_consumer(tensors[0], strides, q_stages, tile_info, v_stages, shared_p, cfg)
@@ -126,10 +128,11 @@ def second_consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages
 
 
 @gluon.jit
-def second_consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
-                           shared_p, Q_DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr,
-                           new_cfg: gl.constexpr):  # fmt: skip
-    """Does `second_consumer` where K and V of the new tokens are arguments of the call."""
+def second_consumer_rows_or_columns_new_kv(
+    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
+    Q_DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr, new_cfg: gl.constexpr,
+):  # fmt: skip
+    """Does `second_consumer_rows_or_columns` where K and V of the new tokens are arguments of the call."""
     if cfg.COLUMN_SPLIT:
         second_column_half_consumer_new_kv(
             tensors[0], strides, q_stages, tile_info, v_stages, shared_p, NEW_DTYPE, cfg, new_cfg

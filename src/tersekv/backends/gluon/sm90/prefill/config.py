@@ -99,7 +99,7 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
     has_codes = k.storage.itemsize == 1
     tiles = _column_parts_and_stages(f, d, dv, has_codes)
     k_side, v_side = _stored_format(k), _stored_format(v)
-    registers = _num_consumer_registers(f, k_side, v_side, max_head_dim)
+    registers = _registers_of_both_consumers(f, k_side, v_side, max_head_dim)
     return PrefillConfig(
         K=k_side,
         V=v_side,
@@ -216,7 +216,9 @@ def _num_code_stages(f: SimpleNamespace, has_codes: bool, max_head_dim: int) -> 
     return 2 if max_head_dim <= 128 or _has_fp8_qk(f) else 1
 
 
-def _num_consumer_registers(f: SimpleNamespace, k: StoredFormat, v: StoredFormat, max_head_dim: int) -> tuple[int, int]:
+def _registers_of_both_consumers(
+    f: SimpleNamespace, k: StoredFormat, v: StoredFormat, max_head_dim: int
+) -> tuple[int, int]:
     """Returns the registers of a thread of each consumer; the converter gets what is left.
 
     8192 tokens, 24/4 heads of 256, H100, 2026-11-26, TFLOP/s with 208 and 216: fp8 536 and 537, fp8 per token and head
@@ -270,16 +272,16 @@ def tma_tensor_names(f: Any) -> tuple[str, ...]:
     return ("q", "k_cache", "v_cache") + (() if f.k is None else ("k", "v"))
 
 
-def tensor_map_by_name(x: torch.Tensor, name: str, cfg: PrefillConfig) -> Any:
-    """Returns the tensor map of the tensor `name`."""
-    dtype, shape, strides, box = _dtype_shape_strides_and_box(x, name, cfg)
+def tensor_map_of_argument(x: torch.Tensor, arg_name: str, cfg: PrefillConfig) -> Any:
+    """Returns the tensor map of the tensor `arg_name`."""
+    dtype, shape, strides, box = _dtype_shape_strides_and_box(x, arg_name, cfg)
     width = min(box[-1] * dtype.itemsize, _SWIZZLE)
     layout = gl.NVMMASharedLayout(width, 8 * dtype.itemsize, len(box))
     return make_tensor_map(TypedAddress(x, dtype), shape, strides, box, layout)
 
 
 def _dtype_shape_strides_and_box(
-    x: Any, name: str, cfg: PrefillConfig
+    x: Any, arg_name: str, cfg: PrefillConfig
 ) -> tuple[torch.dtype, list[int], list[int], list[int]]:
     """Returns (dtype, shape, strides, box): rows [tokens, heads, columns], a cache [pages, heads, slots, packed].
 
@@ -287,17 +289,19 @@ def _dtype_shape_strides_and_box(
     """
     strides = x.stride() if callable(x.stride) else x.stride
     size = x.dtype.itemsize
-    if name in ("q", "k", "v"):
+    if arg_name in ("q", "k", "v"):
         num_tokens, heads, d = x.shape
         # The stride of a single token or head may be anything, which a tensor map refuses.
         s_t, s_h = strides[0] if num_tokens > 1 else heads * d, strides[1] if heads > 1 else d
-        query_box = [ROWS_PER_WARPGROUP // cfg.HEADS_PER_TILE, cfg.HEADS_PER_TILE] if name == "q" else [cfg.BLOCK_N, 1]
+        query_box = (
+            [ROWS_PER_WARPGROUP // cfg.HEADS_PER_TILE, cfg.HEADS_PER_TILE] if arg_name == "q" else [cfg.BLOCK_N, 1]
+        )
         return (
             x.dtype, [num_tokens, heads, d], [s_t, s_h, 1],
-            [*query_box, min(cfg.DV if name == "v" else cfg.D, _SWIZZLE // size)],
+            [*query_box, min(cfg.DV if arg_name == "v" else cfg.D, _SWIZZLE // size)],
         )  # fmt: skip
     pages, slots, heads, width = x.shape
-    columns_16bit, columns_packed = (cfg.D, cfg.PACKED_K) if name == "k_cache" else (cfg.DV, cfg.PACKED_V)
+    columns_16bit, columns_packed = (cfg.D, cfg.PACKED_K) if arg_name == "k_cache" else (cfg.DV, cfg.PACKED_V)
     dtype, elements_per_view = (torch.int16, 2 // size) if cfg.CODE_STAGES else (x.dtype, 1)
     s_p, s_s, s_h = (0 if n % elements_per_view else n // elements_per_view for n in strides[:3])  # 0: TMA refuses it
     columns = min(columns_packed if cfg.CODE_STAGES else columns_16bit, _SWIZZLE // 2)

@@ -145,11 +145,11 @@ def _mul_f16x2(x, scales):
 
 # NOTE: result types are written out below: Triton 3.9 accepts no named tuple of types.
 @gluon.jit
-def _dequant_e2m1x8_to_f16x2x4_div_64(packed_words, scale_bytes):
+def _dequant_e2m1x8_to_f16x2x4_div_64(packed_words, e4m3_scale_bytes):
     """Returns e2m1 codes × block scales × 2^-6, as four registers."""
     NUM_KEYS: gl.constexpr = packed_words.shape[0]
     PACKED_WORDS: gl.constexpr = packed_words.shape[1]
-    scales = gl.inline_asm_elementwise(_BLOCK_SCALE_PTX, "=r,r", [scale_bytes.to(gl.int32)], gl.int32, True, 1)
+    scales = gl.inline_asm_elementwise(_BLOCK_SCALE_PTX, "=r,r", [e4m3_scale_bytes.to(gl.int32)], gl.int32, True, 1)
     scales, _ = gl.broadcast(
         scales[:, :, None],
         gl.full([NUM_KEYS, PACKED_WORDS // 2, 2], 0, gl.int32, block_scale_broadcast_layout(PACKED_WORDS)),
@@ -163,22 +163,22 @@ def _dequant_e2m1x8_to_f16x2x4_div_64(packed_words, scale_bytes):
 
 
 @gluon.jit
-def _dequant_int4x8_to_f16x2x4(packed_words, row_scales, IS_V: gl.constexpr):
+def _dequant_int4x8_to_f16x2x4(packed_words, scales_and_zero_points, IS_V: gl.constexpr):
     """Returns int4 codes minus zero points, V times its row scales, as four registers."""
-    zero_points = copy_low_16_bits_to_high((row_scales >> (16 if IS_V else 20)) & 15)
+    zero_points = copy_low_16_bits_to_high((scales_and_zero_points >> (16 if IS_V else 20)) & 15)
     low, _ = gl.broadcast((zero_points | 0x64006400)[:, None], packed_words)
     high, _ = gl.broadcast(((zero_points << 4) | 0x54005400)[:, None], packed_words)
     x = gl.inline_asm_elementwise(
         _INT4_PTX, "=&r,=&r,=&r,=&r,r,r,r", [packed_words, low, high], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
     )
     if IS_V:
-        scales = copy_low_16_bits_to_high(row_scales)[:, None]
+        scales = copy_low_16_bits_to_high(scales_and_zero_points)[:, None]
         x = (_mul_f16x2(x[0], scales), _mul_f16x2(x[1], scales), _mul_f16x2(x[2], scales), _mul_f16x2(x[3], scales))
     return x
 
 
 @gluon.jit
-def _convert_8bit_x4_to_f16x2x2_unscaled(packed_words, stored_format: gl.constexpr):
+def _convert_8bit_x4_to_f16x2x2(packed_words, stored_format: gl.constexpr):
     """Returns 8-bit codes as two registers of fp16 pairs."""
     if stored_format.CODE == "e4m3":
         return gl.inline_asm_elementwise(E4M3_K_PTX, "=r,=r,r", [packed_words], (gl.int32, gl.int32), True, 1)
@@ -190,25 +190,25 @@ def _convert_8bit_x4_to_f16x2x2_unscaled(packed_words, stored_format: gl.constex
 
 
 @gluon.jit
-def dequant_rows_to_f16x2(packed, row_scales, IS_V: gl.constexpr, stored_format: gl.constexpr):
+def dequant_rows_to_f16x2(packed, packed_scales_or_scale_bytes, IS_V: gl.constexpr, stored_format: gl.constexpr):
     """Returns packed codes [BLOCK_N, W] as fp16 pairs in row order.
 
-    row_scales: from `pack_v_scale_and_zero_points`, or bytes of block scales
+    packed_scales_or_scale_bytes: from `pack_v_scale_and_zero_points`, or bytes of block scales
     """
     NUM_KEYS: gl.constexpr = packed.shape[0]
     PACKED_WORDS: gl.constexpr = packed.shape[1]
     if stored_format.PACK == 4:
         if stored_format.BLOCK_SCALES:
             gl.static_assert(stored_format.CODE == "e2m1", "a code that this kernel does not know")
-            x = _dequant_e2m1x8_to_f16x2x4_div_64(packed, row_scales)
+            x = _dequant_e2m1x8_to_f16x2x4_div_64(packed, packed_scales_or_scale_bytes)
         else:
             gl.static_assert(stored_format.CODE == "int4", "a code that this kernel does not know")
-            x = _dequant_int4x8_to_f16x2x4(packed, row_scales, IS_V)
+            x = _dequant_int4x8_to_f16x2x4(packed, packed_scales_or_scale_bytes, IS_V)
         return gl.join(gl.join(x[0], x[2]), gl.join(x[1], x[3])).reshape([NUM_KEYS, 4 * PACKED_WORDS])
     else:
-        low, high = _convert_8bit_x4_to_f16x2x2_unscaled(packed, stored_format)
+        low, high = _convert_8bit_x4_to_f16x2x2(packed, stored_format)
         if stored_format.TOKEN_SCALES and IS_V:
-            scales = copy_low_16_bits_to_high(row_scales)[:, None]
+            scales = copy_low_16_bits_to_high(packed_scales_or_scale_bytes)[:, None]
             low, high = _mul_f16x2(low, scales), _mul_f16x2(high, scales)
         return gl.join(low, high).reshape([NUM_KEYS, 2 * PACKED_WORDS])
 
@@ -286,13 +286,13 @@ def max_exponent(x):
 
 
 @gluon.jit
-def store_tile_row_scales_and_v_scale_to_smem(stored_scales, scales, iter, cfg: gl.constexpr):
-    """Stores a tile's row scales and its TileVScale in shared memory.
+def store_tile_row_scales_and_v_scale_to_smem(stored_scales, k_and_v_scales, iter, cfg: gl.constexpr):
+    """Stores a tile's row k_and_v_scales and its TileVScale in shared memory.
 
     TileVScale has 2 × STAGES stages: consumers that read the one overwritten here have released its K, or the previous
     tile could not have been dequantized.
     """
-    k, v = scales
+    k, v = k_and_v_scales
     stage, _ = stage_and_phase(iter, cfg.STAGES)
     k_zero_points, v_zero_points, v_row_scales = 0, 0, 0.0
     if cfg.K.CODE == "int4":

@@ -20,7 +20,7 @@ from ..parts.dequant import load_scale, mma_dtype
 from ..parts.hadamard import RotationTensors
 from ..parts.online_softmax import LOG2E
 from ..parts.pipeline import allocate_mbarriers, pdl_launch_dependents, pdl_wait
-from .columns import second_consumer, second_consumer_new_kv
+from .columns import second_consumer_rows_or_columns, second_consumer_rows_or_columns_new_kv
 from .converter import StoredScales, converter
 from .mainloop import CallScales, NewAndCachedScales, SharedP, consumer, consumer_new_kv
 from .producer import PipelineStages, producer
@@ -51,7 +51,7 @@ def allocate_query_parts(dtype: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def allocate_shared_p(dtype: gl.constexpr, cfg: gl.constexpr):
+def allocate_p_for_second_consumer(dtype: gl.constexpr, cfg: gl.constexpr):
     """Allocates SharedP."""
     UNSWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tiles = gl.allocate_shared_memory(
@@ -97,7 +97,7 @@ def warp_specialize_with_new_kv(tensors, call_scales, strides, smem_stages, code
                     tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p, 0,
                     Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
                 )),
-                (second_consumer_new_kv, (
+                (second_consumer_rows_or_columns_new_kv, (
                     tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
                     Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
                 )),
@@ -113,7 +113,7 @@ def warp_specialize_with_new_kv(tensors, call_scales, strides, smem_stages, code
                     tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p, 0,
                     Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
                 )),
-                (second_consumer_new_kv, (
+                (second_consumer_rows_or_columns_new_kv, (
                     tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
                     Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
                 )),
@@ -128,11 +128,11 @@ def warp_specialize_with_new_kv(tensors, call_scales, strides, smem_stages, code
 
 
 @gluon.jit
-def store_empty_output_of_padding_rows(OUT, LSE, i_token, T, strides, cfg: gl.constexpr):
+def store_empty_output_of_padding_rows(OUT, LSE, padding_begin, T, strides, cfg: gl.constexpr):
     """Stores output 0 and LSE −inf for query rows behind the last request."""
     stride_out_t, stride_out_h, stride_lse_t, stride_lse_h = strides
     o_d = gl.arange(0, cfg.DV, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    i_token += gl.program_id(0)
+    i_token = padding_begin + gl.program_id(0)
     while i_token < T:
         for head in range(cfg.HEADS * cfg.GROUP):
             p_out = OUT + i_token.to(gl.int64) * stride_out_t + head.to(gl.int64) * stride_out_h + o_d
@@ -172,7 +172,7 @@ def prefill_kernel(
     else:
         v_stages = allocate_stages_and_mbarriers(MMA_DTYPE, cfg.V_STAGES, cfg.BLOCK_N, cfg.V_COLUMNS, READERS)
     if cfg.COLUMN_SPLIT:
-        shared_p = allocate_shared_p(MMA_DTYPE, cfg)
+        shared_p = allocate_p_for_second_consumer(MMA_DTYPE, cfg)
     else:
         warp_scheduler_barriers = None
         if cfg.PING_PONG:
@@ -222,20 +222,20 @@ def prefill_kernel(
     store_empty_output_of_padding_rows(OUT, LSE, load_q_begin(CU_SEQLENS_Q, B, True), T, strides, cfg)
     score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E
     output_scale = load_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE)
-    cached_score_scale, v_scales_smem = (
+    cached_score_scale, cached_v_scale = (
         score_scale * cfg.K_RESIDUAL_SCALE,
         softcap * 0.0 + cfg.V_RESIDUAL_SCALE,
     )  # a tensor even without a scale
     if not cfg.HAS_K_SCALE:
         cached_score_scale = cached_score_scale * k_scale
     if not cfg.HAS_V_SCALE:
-        v_scales_smem = v_scales_smem * v_scale
+        cached_v_scale = cached_v_scale * v_scale
     tensors, rotation = (OUT, LSE, SINKS), RotationTensors(K_SIGNS, V_SIGNS, K_CHANNEL_SCALES, V_CHANNEL_SCALES)
     tensor_maps, page_table_and_lengths = (Q, K, V), (PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q)
     # Warp roles: converter, two consumers, producer.
     if cfg.HAS_NEW_KV:
         call_scales = NewAndCachedScales(
-            score_scale, cached_score_scale, K_SCALE, v_scales_smem, V_SCALE, output_scale, softcap, rotation
+            score_scale, cached_score_scale, K_SCALE, cached_v_scale, V_SCALE, output_scale, softcap, rotation
         )
         NEW_DTYPE: gl.constexpr = K_NEW.dtype
         smem_stages, code_stages, new_maps = (
@@ -246,7 +246,7 @@ def prefill_kernel(
             page_table_and_lengths, B, Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
         )  # fmt: skip
     elif cfg.CODE_STAGES > 0:
-        call_scales = CallScales(cached_score_scale, K_SCALE, v_scales_smem * output_scale, V_SCALE, softcap, rotation)
+        call_scales = CallScales(cached_score_scale, K_SCALE, cached_v_scale * output_scale, V_SCALE, softcap, rotation)
         v_read_stages = v_stages
         if cfg.FP8_PV:
             v_read_stages = view_as_e4m3(v_stages)
@@ -256,21 +256,21 @@ def prefill_kernel(
                              cfg)),
                 (consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_read_stages, stored_scales,
                             shared_p, 0, Q_DTYPE, cfg)),
-                (second_consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_read_stages,
-                                   stored_scales, shared_p, Q_DTYPE, cfg)),
+                (second_consumer_rows_or_columns, (tensors, call_scales, strides, q_stages, tile_info, k_stages,
+                                                   v_read_stages, stored_scales, shared_p, Q_DTYPE, cfg)),
                 (producer, (tensor_maps, tensor_maps, page_table_and_lengths, B, stride_table_b, q_stages, tile_info,
                             k_code_stages, v_code_stages, tensor_maps, 3, cfg)),
             ],
             [4, 4, 1], [cfg.CONSUMER_REGISTERS, cfg.SECOND_CONSUMER_REGISTERS, 24],
         )  # fmt: skip
     else:
-        call_scales = CallScales(cached_score_scale, K_SCALE, v_scales_smem * output_scale, V_SCALE, softcap, rotation)
+        call_scales = CallScales(cached_score_scale, K_SCALE, cached_v_scale * output_scale, V_SCALE, softcap, rotation)
         gl.warp_specialize(
             [
                 (consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
                             shared_p, 0, Q_DTYPE, cfg)),
-                (second_consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages,
-                                   stored_scales, shared_p, Q_DTYPE, cfg)),
+                (second_consumer_rows_or_columns, (tensors, call_scales, strides, q_stages, tile_info, k_stages,
+                                                   v_stages, stored_scales, shared_p, Q_DTYPE, cfg)),
                 (producer, (tensor_maps, tensor_maps, page_table_and_lengths, B, stride_table_b, q_stages, tile_info,
                             k_stages, v_stages, tensor_maps, 2, cfg)),
             ],

@@ -131,7 +131,7 @@ def warp_scheduler_barrier_arrive(shared_p, I_CONSUMER: gl.constexpr, cfg: gl.co
 
 
 @gluon.jit
-def wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg: gl.constexpr, has_tile=True):
+def wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg: gl.constexpr, must_wait=True):
     """Waits for a K tile and starts QK; returns scores [64, BLOCK_N] in flight. Of parts, all but the last are released
     as soon as they are multiplied."""
     zero = gl.full([ROWS_PER_WARPGROUP, cfg.BLOCK_N], 0, gl.float32, score_layout(cfg))
@@ -141,15 +141,15 @@ def wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg: gl.constexpr, has_tile
         s = zero
         for part in range(cfg.K_PARTS):
             stage, phase = stage_and_phase(iter * cfg.K_PARTS + part, STAGES)
-            mbarrier.wait(k_stages.full_barriers.index(stage), phase, pred=has_tile)
+            mbarrier.wait(k_stages.full_barriers.index(stage), phase, pred=must_wait)
             k = k_stages.tiles.index(stage).permute((1, 0))
             s = warpgroup_mma_wait(1, [warpgroup_mma(q_parts.index(part), k, s, is_async=True)])
             prev_stage, _ = stage_and_phase(iter * cfg.K_PARTS + part - 1, STAGES)
-            mbarrier.arrive(k_stages.empty_barriers.index(prev_stage), count=1, pred=(part > 0) & has_tile)
+            mbarrier.arrive(k_stages.empty_barriers.index(prev_stage), count=1, pred=(part > 0) & must_wait)
         return s
     else:
         stage, phase = stage_and_phase(iter, cfg.STAGES)
-        mbarrier.wait(k_stages.full_barriers.index(stage), phase, pred=has_tile)
+        mbarrier.wait(k_stages.full_barriers.index(stage), phase, pred=must_wait)
         return warpgroup_mma(q, k_stages.tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
@@ -190,7 +190,7 @@ def make_mask_args(work_tile, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def first_n_block_and_unmasked_range(work_tile, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
+def lowest_n_block_and_unmasked_range(work_tile, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
     """Returns (first n_block, unmasked_begin, unmasked_end): all rows see every key of blocks in the range.
 
     The last n_block is never in the range: it is computed first, with a mask.
@@ -219,7 +219,7 @@ def has_invalid_keys(mask_args, n_start, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_tile_v_scale(stored_scales, iter, cfg: gl.constexpr):
+def load_log2_and_inv_tile_v_scale(stored_scales, iter, cfg: gl.constexpr):
     """Returns the TileVScale of a tile whose K stage is full and not released yet."""
     if cfg.V.TOKEN_SCALES:
         x = stored_scales.tile_v_scales.index(stage_and_phase(iter, 2 * cfg.STAGES)[0]).load(
@@ -232,7 +232,7 @@ def load_tile_v_scale(stored_scales, iter, cfg: gl.constexpr):
 
 
 @gluon.jit
-def softmax_step_with_row_sums(
+def softmax_p_sums_max_and_rescale(
     s, row_max, mask_args, n_start, score_scales, tile_v_scale, softcap, MASKED: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Returns (P in fp32, row sums per lane, row_max, rescale) of a tile of scores."""
@@ -294,7 +294,7 @@ def start_pv(state, v_stages, iter, cfg: gl.constexpr):
 def release_v(v_stages, stage, cfg: gl.constexpr):
     """Releases V of a block after PV."""
     if cfg.COLUMN_SPLIT:
-        release_half_of_v(v_stages, 0, cfg)
+        release_v_columns(v_stages, 0, cfg)
     else:
         mbarrier.arrive(v_stages.empty_barriers.index(stage), count=1)
 
@@ -310,7 +310,7 @@ def smem_column_half_of_v(v_stages, I_CONSUMER: gl.constexpr, cfg: gl.constexpr)
 
 
 @gluon.jit
-def wait_half_of_v_and_zero_oob_rows(v_stages, iter, key_begin, key_end, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
+def wait_v_columns_and_zero_oob_rows(v_stages, iter, key_begin, key_end, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
     """Waits for a consumer's half of a V tile, and zeros rows outside [key_begin, key_end), relative to the tile."""
     PARTS: gl.constexpr = cfg.V_PARTS // 2
     for part in gl.static_range(PARTS):
@@ -321,14 +321,14 @@ def wait_half_of_v_and_zero_oob_rows(v_stages, iter, key_begin, key_end, I_CONSU
 
 
 @gluon.jit
-def wait_last_half_of_v_and_zero_oob_rows(v_stages, iter, work_tile, cfg: gl.constexpr):
-    """Does `wait_half_of_v_and_zero_oob_rows` for the last tile of a work tile, which holds its first keys."""
+def wait_last_v_columns_and_zero_oob_rows(v_stages, iter, work_tile, cfg: gl.constexpr):
+    """Does `wait_v_columns_and_zero_oob_rows` for the last tile of a work tile, which holds its first keys."""
     n_start = (work_tile.n_block_end - work_tile.num_n_blocks) * cfg.BLOCK_N
-    wait_half_of_v_and_zero_oob_rows(v_stages, iter, work_tile.key_begin - n_start, work_tile.key_end - n_start, 0, cfg)
+    wait_v_columns_and_zero_oob_rows(v_stages, iter, work_tile.key_begin - n_start, work_tile.key_end - n_start, 0, cfg)
 
 
 @gluon.jit
-def release_half_of_v(v_stages, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
+def release_v_columns(v_stages, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
     """Releases a consumer's half of V."""
     PARTS: gl.constexpr = cfg.V_PARTS // 2
     for part in gl.static_range(PARTS):
@@ -429,7 +429,7 @@ def unpack_p_e4m3_to_mma_operand(p_packed, cfg: gl.constexpr):
 
 
 @gluon.jit
-def start_half_pv(p_operand, v_stages, iter, I_COLUMN_HALF: gl.constexpr, cfg: gl.constexpr):
+def start_half_pv_from_zero(p_operand, v_stages, iter, I_COLUMN_HALF: gl.constexpr, cfg: gl.constexpr):
     """Starts PV of a tile for half of V's columns; returns it in flight."""
     stage, _ = stage_and_phase(iter, cfg.STAGES)
     HALF_COLUMNS: gl.constexpr = cfg.DV // 2
@@ -452,13 +452,13 @@ def concat_halves(acc_low, acc_high, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def start_qk_and_pv_by_column_halves(state, q, q_stages, k_stages, v_stages, iter, has_next, cfg: gl.constexpr):
+def start_qk_and_fp8_pv_finish_half(state, q, q_stages, k_stages, v_stages, iter, has_next, cfg: gl.constexpr):
     """Returns (scores in flight, acc_low after PV, PV of the other half in flight), all by 8-bit MMAs."""
     p_operand = unpack_p_e4m3_to_mma_operand(state.p_packed, cfg)
-    acc_low = start_half_pv(p_operand, v_stages, iter - 1, 0, cfg)
+    acc_low = start_half_pv_from_zero(p_operand, v_stages, iter - 1, 0, cfg)
     s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg, has_next)
     acc_low = rescale_and_add(state.acc_low, warpgroup_mma_wait(1, [acc_low]), state.rescale)
-    return s, acc_low, start_half_pv(p_operand, v_stages, iter - 1, 1, cfg)
+    return s, acc_low, start_half_pv_from_zero(p_operand, v_stages, iter - 1, 1, cfg)
 
 
 # ---- mainloop ----
@@ -478,19 +478,19 @@ def init_acc_and_max(cfg: gl.constexpr):
 
 
 @gluon.jit
-def first_softmax_step(
+def softmax_state_after_first_block(
     s, acc_and_max, mask_args, n_start, score_scales, tile_v_scale, softcap, shared_p, iter, P_DTYPE: gl.constexpr,
-    cfg: gl.constexpr, enabled=True,
+    cfg: gl.constexpr, store_shared_p=True,
 ):  # fmt: skip
     """Returns the softmax state after a work tile's first scores."""
     acc_o, row_max = acc_and_max
     if cfg.FP8_PV:
         row_max = FP8RowMax(row_max, row_max)
-    p, p_sums, row_max, rescale = softmax_step_with_row_sums(
+    p, p_sums, row_max, rescale = softmax_p_sums_max_and_rescale(
         s, row_max, mask_args, n_start, score_scales, tile_v_scale, softcap, True, cfg
     )
     if cfg.COLUMN_SPLIT:  # noqa: SIM102 - known to the compiler, unlike the other
-        if enabled:
+        if store_shared_p:
             store_p_and_rescale_for_second_consumer(shared_p, p, rescale, iter, P_DTYPE)
     if cfg.FP8_PV:
         zeros = init_half_acc(ROWS_PER_WARPGROUP, cfg)
@@ -508,17 +508,17 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
     prev_stage, _ = stage_and_phase(iter - 1, cfg.STAGES)
     warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER, cfg)
     if cfg.FP8_PV:
-        s, acc_low, acc_high = start_qk_and_pv_by_column_halves(state, q, q_stages, k_stages, v_stages, iter, True, cfg)
+        s, acc_low, acc_high = start_qk_and_fp8_pv_finish_half(state, q, q_stages, k_stages, v_stages, iter, True, cfg)
     else:
         s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg)
         if cfg.COLUMN_SPLIT:
             prev_start = n_start + cfg.BLOCK_N
-            wait_half_of_v_and_zero_oob_rows(
+            wait_v_columns_and_zero_oob_rows(
                 v_stages, iter - 1, mask_args.key_begin - prev_start, mask_args.key_end - prev_start, 0, cfg
             )
         acc_o = start_pv(state, v_stages, iter - 1, cfg)
     warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg)
-    tile_v_scale = load_tile_v_scale(stored_scales, code_iter, cfg)
+    tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, code_iter, cfg)
     k_scales = load_k_scales(stored_scales, iter, cfg)
     s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
     # Release K, and Q after the last block.
@@ -529,7 +529,7 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
     if not cfg.COLUMN_SPLIT:
         wait_v_and_zero_oob_rows(v_stages, iter - 1, mask_args, n_start, False, False, cfg)
     # Mask and online softmax.
-    p, p_sums, row_max, rescale = softmax_step_with_row_sums(
+    p, p_sums, row_max, rescale = softmax_p_sums_max_and_rescale(
         s, state.row_max, mask_args, n_start, score_scales, tile_v_scale, softcap, MASKED, cfg
     )
     L: gl.constexpr = gl.SliceLayout(1, state.row_sum.type.layout)
@@ -558,16 +558,16 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
 
 @gluon.jit
 def mainloop(state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages, shared_p, iter,
-             code_iter, work_tile, are_last, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+             code_iter, work_tile, release_q, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Computes all blocks of a work tile but the first; returns (state, iter, code_iter)."""
-    first_n_block, unmasked_begin, unmasked_end = first_n_block_and_unmasked_range(work_tile, I_CONSUMER, cfg)
+    first_n_block, unmasked_begin, unmasked_end = lowest_n_block_and_unmasked_range(work_tile, I_CONSUMER, cfg)
     first_key = first_n_block * cfg.BLOCK_N
     n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
     # Causal edge: masked.
     for n_block in range(unmasked_end, work_tile.n_block_end - 1):  # noqa: B007 - an underscore is a barrier already
         n_start -= cfg.BLOCK_N
         state = mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages,
-                              shared_p, iter, code_iter, n_start, are_last & (n_start == first_key), I_CONSUMER, True,
+                              shared_p, iter, code_iter, n_start, release_q & (n_start == first_key), I_CONSUMER, True,
                               cfg)  # fmt: skip
         iter += 1
         code_iter += 1
@@ -575,7 +575,7 @@ def mainloop(state, mask_args, q, score_scales, stored_scales, softcap, q_stages
     for n_block in range(unmasked_begin, unmasked_end):  # noqa: B007
         n_start -= cfg.BLOCK_N
         state = mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages,
-                              shared_p, iter, code_iter, n_start, are_last & (n_start == first_key), I_CONSUMER, False,
+                              shared_p, iter, code_iter, n_start, release_q & (n_start == first_key), I_CONSUMER, False,
                               cfg)  # fmt: skip
         iter += 1
         code_iter += 1
@@ -584,7 +584,7 @@ def mainloop(state, mask_args, q, score_scales, stored_scales, softcap, q_stages
         for n_block in range(first_n_block, unmasked_begin):  # noqa: B007
             n_start -= cfg.BLOCK_N
             state = mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages,
-                                  v_stages, shared_p, iter, code_iter, n_start, are_last & (n_start == first_key),
+                                  v_stages, shared_p, iter, code_iter, n_start, release_q & (n_start == first_key),
                                   I_CONSUMER, True, cfg)  # fmt: skip
             iter += 1
             code_iter += 1
@@ -595,7 +595,7 @@ def mainloop(state, mask_args, q, score_scales, stored_scales, softcap, q_stages
 
 
 @gluon.jit
-def load_v_out_scale(work_tile, call_scales, cfg: gl.constexpr):
+def load_v_scale_times_out_scale(work_tile, call_scales, cfg: gl.constexpr):
     """Returns the scale of a work tile's output: v_scale × out_scale."""
     v_scale = call_scales.v_scale
     if cfg.HAS_V_SCALE:
@@ -645,7 +645,7 @@ def store_output_and_lse(
 
 
 @gluon.jit
-def prepare_query_scales_and_mask_args(
+def prepare_loaded_query_scales_and_mask_args(
     work_tile, q_stages, call_scales, I_CONSUMER: gl.constexpr, Q_DTYPE: gl.constexpr, cfg: gl.constexpr
 ):
     """Returns (query operand, score scales in base 2, MaskArgs) of a work tile whose query is loaded."""
@@ -672,7 +672,7 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
     mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), 0)
     work_tile, _prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))
     if work_tile.num_n_blocks > 0:
-        q, score_scales, mask_args = prepare_query_scales_and_mask_args(
+        q, score_scales, mask_args = prepare_loaded_query_scales_and_mask_args(
             work_tile, q_stages, call_scales, I_CONSUMER, Q_DTYPE, cfg
         )
         n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
@@ -682,10 +682,10 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
         warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg)
         k_scales = load_k_scales(stored_scales, iter, cfg)
         s = apply_k_scales(warpgroup_mma_wait(0, [s]), k_scales, cfg)
-        tile_v_scale = load_tile_v_scale(stored_scales, iter, cfg)
+        tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, iter, cfg)
         release_k(k_stages, iter, cfg)
         mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=work_tile.num_n_blocks == 1)
-        state = first_softmax_step(
+        state = softmax_state_after_first_block(
             s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_v_scale, softcap, shared_p, iter, V, cfg,
         )  # fmt: skip
         if not cfg.COLUMN_SPLIT:
@@ -704,22 +704,22 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
             mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), num_done & 1)
             work_tile, _prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))
             has_next = work_tile.num_n_blocks > 0
-            q, score_scales, mask_args = prepare_query_scales_and_mask_args(
+            q, score_scales, mask_args = prepare_loaded_query_scales_and_mask_args(
                 work_tile, q_stages, call_scales, I_CONSUMER, Q_DTYPE, cfg
             )
             n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
             warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER, cfg, has_next)
             if cfg.FP8_PV:
-                s, acc_low, acc_high = start_qk_and_pv_by_column_halves(
+                s, acc_low, acc_high = start_qk_and_fp8_pv_finish_half(
                     state, q, q_stages, k_stages, v_stages, iter, has_next, cfg
                 )
             else:
                 s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg, has_next)
                 if cfg.COLUMN_SPLIT:
-                    wait_last_half_of_v_and_zero_oob_rows(v_stages, iter - 1, finished_tile, cfg)
+                    wait_last_v_columns_and_zero_oob_rows(v_stages, iter - 1, finished_tile, cfg)
                 acc_o = start_pv(state, v_stages, iter - 1, cfg)
             warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg, has_next)
-            tile_v_scale = load_tile_v_scale(stored_scales, iter, cfg)
+            tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, iter, cfg)
             k_scales = load_k_scales(stored_scales, iter, cfg)
             s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
             release_k(k_stages, iter, cfg, has_next)
@@ -734,13 +734,13 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
             # Epilogue of the finished work tile.
             if cfg.V_ROTATION.ENABLED:
                 acc_o = unrotate_and_scale_acc_rows(acc_o, call_scales.rotation, kv_head_of(finished_tile, cfg), cfg)
-            v_scale = load_v_out_scale(finished_tile, call_scales, cfg)
+            v_scale = load_v_scale_times_out_scale(finished_tile, call_scales, cfg)
             store_output_and_lse(
                 OUT, LSE, SINKS, finished_tile, SoftmaxState(acc_o, row_max, state.row_sum, state.p_packed), v_scale,
                 strides, shared_p, num_done - 1, I_CONSUMER, cfg,
             )  # fmt: skip
             # Mask and softmax of the next work tile's first block.
-            state = first_softmax_step(
+            state = softmax_state_after_first_block(
                 s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_v_scale, softcap, shared_p, iter, V,
                 cfg,
                 has_next,
@@ -788,15 +788,15 @@ def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales
     # QK of this block, PV of the last new block.
     s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg)
     if cfg.COLUMN_SPLIT:
-        wait_last_half_of_v_and_zero_oob_rows(new_v_stages, iter - 1, new_tile, new_cfg)
+        wait_last_v_columns_and_zero_oob_rows(new_v_stages, iter - 1, new_tile, new_cfg)
     acc_o = start_pv(state, new_v_stages, iter - 1, new_cfg)
-    tile_v_scale = load_tile_v_scale(stored_scales, code_iter, cfg)
+    tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, code_iter, cfg)
     k_scales = load_k_scales(stored_scales, iter, cfg)
     s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
     release_k(k_stages, iter, cfg)
     mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=is_last)
     # Mask and online softmax.
-    p, p_sums, row_max, rescale = softmax_step_with_row_sums(
+    p, p_sums, row_max, rescale = softmax_p_sums_max_and_rescale(
         s, state.row_max, mask_args, n_start, score_scales, tile_v_scale, call_scales.softcap, True, cfg
     )
     row_sum = state.row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, state.row_sum.type.layout))[:, None] + p_sums
@@ -843,8 +843,8 @@ def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages
         mbarrier.arrive(
             q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=has_no_cached & (work_tile.num_n_blocks == 1)
         )
-        tile_v_scale = load_tile_v_scale(stored_scales, code_iter, new_cfg)
-        state = first_softmax_step(
+        tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, code_iter, new_cfg)
+        state = softmax_state_after_first_block(
             s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_v_scale, call_scales.softcap, shared_p,
             iter,
             NEW_DTYPE, new_cfg,
@@ -862,7 +862,7 @@ def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages
         v_unit = gl.where(has_no_cached, 1.0, v_unit)
         if has_no_cached:
             if cfg.COLUMN_SPLIT:
-                wait_last_half_of_v_and_zero_oob_rows(new_v_stages, iter - 1, work_tile, new_cfg)
+                wait_last_v_columns_and_zero_oob_rows(new_v_stages, iter - 1, work_tile, new_cfg)
             acc_o = warpgroup_mma_wait(0, [start_pv(state, new_v_stages, iter - 1, new_cfg)])
             state = SoftmaxState(acc_o, state.row_max, state.row_sum, state.p_packed)
         else:
@@ -886,7 +886,7 @@ def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages
                                               call_scales.softcap, q_stages, k_stages, v_stages, shared_p, iter + 1,
                                               code_iter + 1, cached_tile, True, I_CONSUMER, cfg)  # fmt: skip
             if cfg.COLUMN_SPLIT:
-                wait_last_half_of_v_and_zero_oob_rows(v_stages, iter - 1, cached_tile, cfg)
+                wait_last_v_columns_and_zero_oob_rows(v_stages, iter - 1, cached_tile, cfg)
             acc_o = warpgroup_mma_wait(0, [start_pv(state, v_stages, iter - 1, cfg)])
             if cfg.V_ROTATION.ENABLED:
                 acc_o = unrotate_and_scale_acc_rows(acc_o, call_scales.rotation, kv_head_of(work_tile, cfg), cfg)

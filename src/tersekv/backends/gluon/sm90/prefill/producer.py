@@ -22,7 +22,7 @@ from .tile_scheduler import (
     load_num_m_blocks,
     make_work_tile_and_cached_prefix,
     publish_work_tile,
-    work_tile_coords,
+    request_m_block_and_head_tile,
     work_tile_of_round,
 )
 
@@ -73,7 +73,7 @@ def lanes_to_scalars(page_ids, smem_scratch):
 
 
 @gluon.jit
-def copy_query_tile(Q, q_stages, i_consumer, work_tile, cfg: gl.constexpr):
+def start_copy_of_query_tile(Q, q_stages, i_consumer, work_tile, cfg: gl.constexpr):
     """Starts the copies of a consumer's 64 query rows, whose stage is free."""
     PANEL_COLUMNS: gl.constexpr = Q.block_shape[2]
     NUM_PANELS: gl.constexpr = cfg.K_PARTS * q_stages.tiles.shape[2] // PANEL_COLUMNS
@@ -145,22 +145,22 @@ def acquire_and_copy_kv_stage(
 
 @gluon.jit
 def acquire_and_copy_new_kv_block(
-    TENSOR_MAP, stages, q_row, n_block, block_iter, kv_head, STAGES_PER_BLOCK: gl.constexpr, cfg: gl.constexpr
+    TENSOR_MAP, stages, first_new_row, n_block, block_iter, kv_head, STAGES_PER_BLOCK: gl.constexpr, cfg: gl.constexpr
 ):
     """Copies a tile of new K or V, into STAGES_PER_BLOCK stages."""
     if STAGES_PER_BLOCK == 1:
-        acquire_and_copy_new_kv_stage(TENSOR_MAP, stages, q_row, n_block, block_iter, 0, kv_head, cfg)
+        acquire_and_copy_new_kv_stage(TENSOR_MAP, stages, first_new_row, n_block, block_iter, 0, kv_head, cfg)
     else:
         for part in range(STAGES_PER_BLOCK):
             acquire_and_copy_new_kv_stage(
-                TENSOR_MAP, stages, q_row, n_block, block_iter * STAGES_PER_BLOCK + part, part * stages.tiles.shape[2],
-                kv_head, cfg,
+                TENSOR_MAP, stages, first_new_row, n_block, block_iter * STAGES_PER_BLOCK + part,
+                part * stages.tiles.shape[2], kv_head, cfg,
             )  # fmt: skip
 
 
 @gluon.jit
 def acquire_and_copy_new_kv_stage(
-    TENSOR_MAP, stages, q_row, n_block, stage_iter, first_column, kv_head, cfg: gl.constexpr
+    TENSOR_MAP, stages, first_new_row, n_block, stage_iter, first_column, kv_head, cfg: gl.constexpr
 ):
     """Waits for a free stage and starts the copies of a tile of new K or V, or part of one."""
     STAGES: gl.constexpr = stages.tiles.shape[0]
@@ -174,8 +174,8 @@ def acquire_and_copy_new_kv_stage(
     )
     for panel in gl.static_range(NUM_PANELS):
         tma_load(
-            TENSOR_MAP, [q_row + n_block * cfg.BLOCK_N, kv_head, first_column + panel * PANEL_COLUMNS], full_barrier,
-            smem.index(stage * NUM_PANELS + panel),
+            TENSOR_MAP, [first_new_row + n_block * cfg.BLOCK_N, kv_head, first_column + panel * PANEL_COLUMNS],
+            full_barrier, smem.index(stage * NUM_PANELS + panel),
         )  # fmt: skip
 
 
@@ -183,9 +183,11 @@ def acquire_and_copy_new_kv_stage(
 
 
 @gluon.jit
-def publish_work_tile_to_converter(work_tile, cached_prefix, q_stages, tile_info, num_done, NUM_READERS: gl.constexpr):
+def publish_work_tile_to_converter(
+    work_tile, cached_prefix, q_stages, tile_info, num_done, NUM_TILE_READERS: gl.constexpr
+):
     """Publishes a work tile for the converter, if there is one."""
-    for i in gl.static_range(2, NUM_READERS):
+    for i in gl.static_range(2, NUM_TILE_READERS):
         mbarrier.wait(q_stages.empty_barriers.index(i), (num_done & 1) ^ 1)
         publish_work_tile(tile_info.index(i), work_tile, cached_prefix)
         mbarrier.arrive(q_stages.full_barriers.index(i), count=1)
@@ -200,7 +202,7 @@ def publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached
         if cfg.COLUMN_SPLIT and i_consumer == 1:  # the second consumer reads no query
             mbarrier.arrive(q_stages.full_barriers.index(i_consumer), count=1)
         else:
-            copy_query_tile(Q, q_stages, i_consumer, work_tile, cfg)
+            start_copy_of_query_tile(Q, q_stages, i_consumer, work_tile, cfg)
 
 
 @gluon.jit
@@ -273,7 +275,7 @@ def copy_queries_and_new_kv(new_maps, new_kv_stages, query_args, Q, new_iter, kv
 @gluon.jit
 def producer(
     tensor_maps, new_maps, page_table_and_lengths, B, stride_table_b, q_stages, tile_info, k_stages, v_stages,
-    new_kv_stages, NUM_READERS: gl.constexpr, cfg: gl.constexpr,
+    new_kv_stages, NUM_TILE_READERS: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Copies all work tiles of this CTA, then publishes an empty work tile as the end.
 
@@ -297,14 +299,14 @@ def producer(
             num_work_tiles = gl.sum(num_m_blocks, 0) * cfg.HEAD_TILES
         else:
             # Next work tile; the converter begins at once.
-            i_request, m_block, head_tile = work_tile_coords(num_m_blocks, i_work_tile, cfg)
+            i_request, m_block, head_tile = request_m_block_and_head_tile(num_m_blocks, i_work_tile, cfg)
             i_request += first_request
             work_tile, cached_prefix = make_work_tile_and_cached_prefix(
                 i_request, m_block, head_tile, SEQ_LENS, CU_SEQLENS_Q, cfg
             )
             page_table = PAGE_TABLE + i_request.to(gl.int64) * stride_table_b
             kv_head = kv_head_of(work_tile, cfg)
-            publish_work_tile_to_converter(work_tile, cached_prefix, q_stages, tile_info, num_done, NUM_READERS)
+            publish_work_tile_to_converter(work_tile, cached_prefix, q_stages, tile_info, num_done, NUM_TILE_READERS)
             query_args = (q_stages, tile_info, work_tile, cached_prefix, num_done)
             if cfg.HAS_NEW_KV:
                 # New K and V, then the cached ones.
@@ -351,4 +353,4 @@ def producer(
         mbarrier.wait(q_stages.empty_barriers.index(i_consumer), (num_done & 1) ^ 1)
         publish_work_tile(tile_info.index(i_consumer), no_tile, no_prefix)
         mbarrier.arrive(q_stages.full_barriers.index(i_consumer), count=1)
-    publish_work_tile_to_converter(no_tile, no_prefix, q_stages, tile_info, num_done, NUM_READERS)
+    publish_work_tile_to_converter(no_tile, no_prefix, q_stages, tile_info, num_done, NUM_TILE_READERS)

@@ -36,7 +36,7 @@ def multiply_smem_q_by_sign(smem_q, score_scale_sign, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def prepare_query_tile_and_q_scales(
+def prepare_whole_query_operand_and_q_scales(
     q_stages, I_CONSUMER: gl.constexpr, score_scale_sign, rotation, kv_head, Q_DTYPE: gl.constexpr, cfg: gl.constexpr
 ):
     """Returns (query rows as an operand in shared memory, 16-bit or in the keys' dtype, q_scales of their scores).
@@ -81,9 +81,9 @@ def view_query_parts_as(q_stages, Q_DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def prepare_query_parts_in_smem_and_q_scales(q_stages, score_scale_sign, Q_DTYPE: gl.constexpr, cfg: gl.constexpr):
-    """Does `prepare_query_tile_and_q_scales` for a query in parts, of which registers hold one. Returns (a part,
-    q_scales).
+def prepare_query_parts_operand_and_q_scales(q_stages, score_scale_sign, Q_DTYPE: gl.constexpr, cfg: gl.constexpr):
+    """Does `prepare_whole_query_operand_and_q_scales` for a query in parts, of which registers hold one. Returns (a
+    part, q_scales).
 
     NOTE: loops carry what is returned; `wait_k_and_start_qk` takes the parts from q_stages.
     """
@@ -117,6 +117,8 @@ def prepare_query_operand_and_q_scales(
 ):
     """Returns (query operand, q_scales): of one tile, or of parts in shared memory."""
     if cfg.COLUMN_SPLIT:
-        return prepare_query_parts_in_smem_and_q_scales(q_stages, score_scale_sign, Q_DTYPE, cfg)
+        return prepare_query_parts_operand_and_q_scales(q_stages, score_scale_sign, Q_DTYPE, cfg)
     else:
-        return prepare_query_tile_and_q_scales(q_stages, I_CONSUMER, score_scale_sign, rotation, kv_head, Q_DTYPE, cfg)
+        return prepare_whole_query_operand_and_q_scales(
+            q_stages, I_CONSUMER, score_scale_sign, rotation, kv_head, Q_DTYPE, cfg
+        )

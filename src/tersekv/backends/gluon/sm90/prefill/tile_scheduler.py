@@ -47,12 +47,12 @@ class CachedPrefix(NamedTuple):
 
 
 @gluon.jit
-def load_q_begin(CU_SEQLENS_Q, o_b, m_request):
-    """Loads the first query row of requests o_b, 0 outside m_request. CU_SEQLENS_Q: [B + 1], or rows per request."""
-    if CU_SEQLENS_Q.dtype.is_ptr():
-        return gl.load(CU_SEQLENS_Q + o_b, mask=m_request, other=0).to(gl.int32)
+def load_q_begin(CU_SEQLENS_Q_OR_Q_LEN, o_b, m_b):
+    """Loads the first query row of requests o_b, 0 outside m_b. Without CU_SEQLENS_Q [B + 1]: rows per request."""
+    if CU_SEQLENS_Q_OR_Q_LEN.dtype.is_ptr():
+        return gl.load(CU_SEQLENS_Q_OR_Q_LEN + o_b, mask=m_b, other=0).to(gl.int32)
     else:
-        return gl.where(m_request, o_b * CU_SEQLENS_Q, 0).to(gl.int32)
+        return gl.where(m_b, o_b * CU_SEQLENS_Q_OR_Q_LEN, 0).to(gl.int32)
 
 
 @gluon.jit
@@ -72,7 +72,7 @@ def work_tile_of_round(i_round):
 
 
 @gluon.jit
-def work_tile_coords(num_m_blocks, i_work_tile, cfg: gl.constexpr):
+def request_m_block_and_head_tile(num_m_blocks, i_work_tile, cfg: gl.constexpr):
     """Returns (i_request, m_block, head_tile) of work tile `i_work_tile` of these requests."""
     o_b = gl.arange(0, REQUESTS_PER_STEP, num_m_blocks.type.layout)
     work_tile_ends = gl.associative_scan(num_m_blocks, 0, add) * cfg.HEAD_TILES
