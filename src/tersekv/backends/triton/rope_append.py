@@ -56,7 +56,8 @@ def rope_append_kernel(
     QUERY_KIND: tl.constexpr,
     K_SCALE_PER_HEAD: tl.constexpr, V_SCALE_PER_HEAD: tl.constexpr, ZERO_PADDING: tl.constexpr,
     SCALE_T_MULTIPLIES: tl.constexpr,
-    NATIVE_FP8_CAST: tl.constexpr, STRIDE_UNIT: tl.constexpr, SPLIT_HALVES: tl.constexpr, PACKED: tl.constexpr,
+    NATIVE_FP8_CAST: tl.constexpr, STRIDE_UNIT: tl.constexpr, SPLIT_HALVES: tl.constexpr,
+    V_PACKED_READ_MODE: tl.constexpr,
     USE_PTX: tl.constexpr,
     USE_PDL: tl.constexpr, PDL_LAUNCH_LATE: tl.constexpr, ORDER_LOADS: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +83,7 @@ def rope_append_kernel(
             i_block - k_end, num_tokens, p_v, strides_v, p_v_codes, strides_v_codes, p_v_scales, strides_v_scales,
             p_v_scale,
             v_scale, slot_args, rope_args, H, DV, DV_PAD, ROWS_V, PAGE, V_FORMAT, V_SCALE_PER_HEAD, SCALE_T_MULTIPLIES,
-            NATIVE_FP8_CAST, STRIDE_UNIT, PACKED,
+            NATIVE_FP8_CAST, STRIDE_UNIT, V_PACKED_READ_MODE,
             USE_PTX, USE_PDL, PDL_LAUNCH_LATE, (p_v_signs, p_v_channels, stride_v_channels),
         )  # fmt: skip
     # Rotary part of q, to its output
@@ -159,8 +160,8 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "K_SCALE_PER_HEAD": row_programs.per_head(f.k_scale_t), "V_SCALE_PER_HEAD": row_programs.per_head(f.v_scale_t),
         "ZERO_PADDING": f.zero_padding, "SCALE_T_MULTIPLIES": f.scales_quantize,
         "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f),
-        "STRIDE_UNIT": unit, "SPLIT_HALVES": split_halves, "PACKED": min(row_programs.packed_read_mode(f, unit, "v"),
-        1), "USE_PTX": launch.has_ptx(f),
+        "STRIDE_UNIT": unit, "SPLIT_HALVES": split_halves,
+        "V_PACKED_READ_MODE": min(row_programs.packed_read_mode(f, unit, "v"), 1), "USE_PTX": launch.has_ptx(f),
         "USE_PDL": row_programs.uses_pdl(f),
         "PDL_LAUNCH_LATE": any(
             row_programs.launches_dependents_late(name, elements_per_program, row_programs.SIZES[1])
