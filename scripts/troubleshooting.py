@@ -153,7 +153,7 @@ PLAIN: dict[str, Callable] = {
         RuntimeError(
             "Failed to find C compiler. Please specify via CC environment variable or set triton.knobs.build.impl."
         ),
-        "decode_kernel", "triton",
+        "stream_k_decode_kernel", "triton",
     ),
     "lost device": failing(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), "a_kernel"),
     "sm_75": on_sm_75,

@@ -29,7 +29,7 @@ def test_decode(format, arch):
     case = Case("decode", format, "x", lens=(5000, 70), q_lens=(1, 1), heads=8, group=4, dim=128, page=64)
     call, config = planned(case, arch)
     split, merge = compile_launches(attention.run, call, config, arch)
-    assert [split["name"], merge["name"]] == ["decode_kernel", "combine_batch_invariant_kernel"]
+    assert [split["name"], merge["name"]] == ["stream_k_decode_kernel", "combine_batch_invariant_kernel"]
     assert split["n_spills"] <= since({(3, 6): A_FEW, (3, 7): 112, (3, 9): 104})
     assert merge["n_spills"] == 0
 
@@ -38,7 +38,7 @@ def test_mla_decode():
     case = Case("mla_decode", "fp8_e4m3", "x", lens=(5000, 70), q_lens=(1, 1), heads=16, page=64)
     call, config = planned(case)
     split, merge = compile_launches(mla_decode.run, call, config, 90)
-    assert [split["name"], merge["name"]] == ["mla_decode_kernel", "combine_batch_invariant_kernel"]
+    assert [split["name"], merge["name"]] == ["stream_k_mla_decode_kernel", "combine_batch_invariant_kernel"]
     plain = mla_decode.configure(plan.facts("mla_decode", call._replace(batch_invariant=False), 90))
     assert split["n_spills"] <= compile_launches(mla_decode.run, call, plain, 90)[0]["n_spills"] + A_FEW
     assert merge["n_spills"] == 0

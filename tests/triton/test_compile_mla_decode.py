@@ -38,7 +38,7 @@ def configure(call: MLADecodeCall, arch: int | str) -> mla_decode.Config:
     return mla_decode.configure(f)
 
 
-def compiled(call: MLADecodeCall, arch: int | str, name: str = "mla_decode_kernel") -> dict[str, Any]:
+def compiled(call: MLADecodeCall, arch: int | str, name: str = "stream_k_mla_decode_kernel") -> dict[str, Any]:
     for fn, _, args, kwargs in record(mla_decode.run, call, configure(call, arch)):
         if fn.fn.__name__ == name:
             return compile_launch(fn, args, kwargs, arch)
@@ -136,6 +136,6 @@ def test_whole_rows_are_loaded_by_descriptors_where_pages_hold_tiles(format):
 def test_candidates_begin_with_the_choice_and_are_few(format, heads):
     call = make(format, heads)
     f = plan.facts("mla_decode", call, 90)
-    listed = mla_decode_tune.tile_config_candidates(f, latent_format(format))
+    listed = mla_decode_tune.benchmark_tile_configs_chosen_first(f, latent_format(format))
     assert listed[0] == mla_decode_tune.choose_tile_config(f, latent_format(format))
     assert len(listed) == len(set(listed)) <= 8

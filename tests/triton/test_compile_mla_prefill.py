@@ -11,7 +11,12 @@ from compile_tools import FEW_SPILLS, compile_launch, record, since
 
 from tersekv import UnsupportedError
 from tersekv.backends.triton.mla_prefill import entry as mla_prefill
-from tersekv.backends.triton.mla_prefill.config import AttentionTile, GemmTile, MLAPrefillConfig, tile_candidates
+from tersekv.backends.triton.mla_prefill.config import (
+    AttentionTile,
+    GemmTile,
+    MLAPrefillConfig,
+    attention_and_gemm_tile_candidates,
+)
 from tersekv.cache import PagedLatentCache
 from tersekv.calls import MLAPrefillCall
 from tersekv.dispatch import plan
@@ -70,7 +75,7 @@ def test_products_use_the_matrix_units_and_tiles_fit(arch):
     kernels = compiled(make(), arch)
     assert set(kernels) == {
         "rope_norm_store_kernel",
-        "gather_latents_kernel",
+        "gather_and_requantize_latents_kernel",
         "blockwise_gemm_kernel",
         "attention_kernel",
     }
@@ -78,7 +83,9 @@ def test_products_use_the_matrix_units_and_tiles_fit(arch):
         assert k["shared"] <= SHARED[arch], name
         # Descriptor kernels for sm_120 have 8 bytes of stack; more would be spills.
         assert k["n_spills"] <= max(0 if arch == 90 else 8, FEW_SPILLS), name
-        assert name in ("rope_norm_store_kernel", "gather_latents_kernel") or MATRIX[arch] in k["ptx"], name
+        assert name in ("rope_norm_store_kernel", "gather_and_requantize_latents_kernel") or MATRIX[arch] in k["ptx"], (
+            name
+        )
     blockwise_gemm = kernels["blockwise_gemm_kernel"]["ptx"]
     assert ("e4m3" in blockwise_gemm or "f8f6f4" in blockwise_gemm) == (arch >= 89)
 
@@ -115,7 +122,7 @@ def test_attention_on_hopper_loads_tiles_by_tma_and_keeps_products_in_flight():
 
 def test_every_candidate_on_hopper_compiles_without_spills():
     call = make()
-    attention, products = tile_candidates(facts(call, 90))
+    attention, products = attention_and_gemm_tile_candidates(facts(call, 90))
     assert 2 <= len(attention) <= 4
     assert 2 <= len(products) <= 4
     for tile in attention[1:]:
@@ -155,18 +162,21 @@ def test_sm_89_multiplies_e4m3_but_rounds_to_it_by_bit_arithmetic():
     call = make(format="fp8_e4m3")
     config = mla_prefill.configure(facts(call, 89)).choice
     assert (config.native_fp8, config.native_casts) == (True, False)
-    for name in ("rope_norm_store", "gather_latents"):  # sm_89 converts through fp16, rounded toward zero
+    for name in (
+        "rope_norm_store",
+        "gather_and_requantize_latents",
+    ):  # sm_89 converts through fp16, rounded toward zero
         assert "cvt.rn.satfinite.e4m3x2" not in compiled(call, 89, only=name)[f"{name}_kernel"]["ptx"]
-    assert "cvt.rn.satfinite.e4m3x2.f32" in compiled(call, 90, only="gather_latents")["gather_latents_kernel"]["ptx"]
+    gather = "gather_and_requantize_latents_kernel"
+    assert "cvt.rn.satfinite.e4m3x2.f32" in compiled(call, 90, only=gather)[gather]["ptx"]
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90])
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"])
 def test_every_format_compiles(arch, format):
     call = make(format=format)
-    assert set(compiled(call, arch, only="rope_norm_store")) | set(compiled(call, arch, only="gather_latents")) == {
-        "rope_norm_store_kernel", "gather_latents_kernel",
-    }  # fmt: skip
+    names = ("rope_norm_store_kernel", "gather_and_requantize_latents_kernel")
+    assert [name for name in names for name in compiled(call, arch, only=name)] == [*names]
 
 
 def test_several_chunks_launch_once_each_and_carry_their_state():
@@ -175,7 +185,7 @@ def test_several_chunks_launch_once_each_and_carry_their_state():
     names = [fn.fn.__name__ for fn, *_ in launches]
     assert names == [
         "rope_norm_store_kernel",
-        *["gather_latents_kernel", "blockwise_gemm_kernel", "attention_kernel"] * 3,
+        *["gather_and_requantize_latents_kernel", "blockwise_gemm_kernel", "attention_kernel"] * 3,
     ]
 
 

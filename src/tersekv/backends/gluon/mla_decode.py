@@ -134,9 +134,9 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
         TileConfig(BLOCK_N, config.block_m, CHUNK, config.num_stages, 4, None, 1, config.min_blocks, True),
     )
     constants = (
-        portable._format_constants(f, fmt)
+        portable._latent_format_and_operand_constants(f, fmt)
         | portable._shape_tile_and_split_constants(f, fmt, tile_config, num_head_blocks, True)
-        | portable._feature_constants(f)
+        | portable._sinks_scale_and_output_constants(f)
     )
     # Rows of partial results start at 32-byte sectors: 5 µs less at 1 × 8K, 128 heads.
     constants["PARTIAL_COLUMNS"] = RANK + 8
@@ -352,7 +352,9 @@ def _select_kernel(is_16_bit: bool, config: MLADecodeConfig) -> Any:
 
 def _ckv_kpe_and_scale_matrices(f: SimpleNamespace) -> list[portable.CacheMatrix | None]:
     """Returns the matrices of ckv, kpe and, if present, the scale cache."""
-    return [portable._cache_as_matrix_of_16bit_words(x) for x in (f.ckv, f.kpe, f.ckv_scale_cache) if x is not None]
+    return [
+        portable._matrix_layout_in_16bit_words_or_none(x) for x in (f.ckv, f.kpe, f.ckv_scale_cache) if x is not None
+    ]
 
 
 def _rows_per_page(x: Any) -> int:

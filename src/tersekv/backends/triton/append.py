@@ -25,8 +25,8 @@ def append_kernel(
     p_k, p_v, p_k_codes, p_v_codes, p_k_scales, p_v_scales, p_k_scale, p_v_scale,
     p_slot_mapping, p_batch_indices, p_kv_positions, p_kv_indptr, p_kv_indices, p_k_signs, p_v_signs, p_k_channels,
     p_v_channels,
-    k_scale, v_scale, strides_k, strides_v, strides_k_codes, strides_v_codes, strides_k_scales, strides_v_scales,
-    stride_k_channels, stride_v_channels, num_tokens, num_pages, num_requests, num_indices, k_end,
+    k_quant_scale, v_quant_scale, strides_k, strides_v, strides_k_codes, strides_v_codes, strides_k_scales,
+    strides_v_scales, stride_k_channels, stride_v_channels, num_tokens, num_pages, num_requests, num_indices, k_end,
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     ROWS_K: tl.constexpr, ROWS_V: tl.constexpr, PAGE: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
     K_SCALE_PER_HEAD: tl.constexpr, V_SCALE_PER_HEAD: tl.constexpr, SCALE_T_MULTIPLIES: tl.constexpr,
@@ -47,7 +47,7 @@ def append_kernel(
     if i_block < k_end:
         quantize_and_append_rows(
             i_block, num_tokens, p_k, strides_k, p_k_codes, strides_k_codes, p_k_scales, strides_k_scales, p_k_scale,
-            k_scale,
+            k_quant_scale,
             slot_args, rope_args, H, DK, DK_PAD, ROWS_K, PAGE, K_FORMAT, K_SCALE_PER_HEAD, SCALE_T_MULTIPLIES,
             NATIVE_FP8_CAST, STRIDE_UNIT,
             K_PACKED_READ_MODE, USE_PTX, USE_PDL, PDL_LAUNCH_LATE, (p_k_signs, p_k_channels, stride_k_channels),
@@ -56,9 +56,8 @@ def append_kernel(
     else:
         quantize_and_append_rows(
             i_block - k_end, num_tokens, p_v, strides_v, p_v_codes, strides_v_codes, p_v_scales, strides_v_scales,
-            p_v_scale,
-            v_scale, slot_args, rope_args, H, DV, DV_PAD, ROWS_V, PAGE, V_FORMAT, V_SCALE_PER_HEAD, SCALE_T_MULTIPLIES,
-            NATIVE_FP8_CAST, STRIDE_UNIT,
+            p_v_scale, v_quant_scale, slot_args, rope_args, H, DV, DV_PAD, ROWS_V, PAGE, V_FORMAT, V_SCALE_PER_HEAD,
+            SCALE_T_MULTIPLIES, NATIVE_FP8_CAST, STRIDE_UNIT,
             V_PACKED_READ_MODE, USE_PTX, USE_PDL, PDL_LAUNCH_LATE, (p_v_signs, p_v_channels, stride_v_channels),
         )  # fmt: skip
 
@@ -88,7 +87,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         packed = [min(n, 1) for n in packed]
     bounds = row_programs.slot_mapping_bounds(f, f.k_cache.shape[0])
     arguments = _TENSOR_ARGS | bounds | row_programs.channel_scale_strides(f) | {
-        "k_scale": f.k_scale, "v_scale": f.v_scale,
+        "k_quant_scale": f.k_scale, "v_quant_scale": f.v_scale,
         "strides_k": row_programs.strides_in_units(f.k, 2, unit),
         "strides_v": row_programs.strides_in_units(f.v, 2, unit),
         "strides_k_codes": row_programs.strides_in_units(f.k_cache, 3, unit),

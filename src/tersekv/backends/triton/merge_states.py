@@ -19,13 +19,13 @@ MAX_UNROLLED_STATES = 8  # states; more run in a dynamic loop, so that their num
 @triton.jit(do_not_specialize=["num_tokens", "num_states"])
 def merge_states_kernel(
     p_outs, p_lses, p_out, p_lse, strides_outs, strides_lses, strides_out, strides_lse, num_tokens, num_states,
-    H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, NUM_STATES: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, STATIC_NUM_STATES_OR_0: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Merges one block of rows. NUM_STATES: number of states, or 0 to read it from `num_states`."""
+    """Merges one block of rows. STATIC_NUM_STATES_OR_0: number of states, or 0 to read it from `num_states`."""
     token, head = token_and_head_of_rows(tl.program_id(0), num_tokens, H, ROWS)
-    if NUM_STATES > 0:
-        num_states = NUM_STATES
+    if STATIC_NUM_STATES_OR_0 > 0:
+        num_states = STATIC_NUM_STATES_OR_0
     c = tl.arange(0, D_PAD)[None, :]
     p_outs += row_offsets(token, head, (strides_outs[1], strides_outs[2]), STRIDE_UNIT)
     p_lses += row_offsets(token, head, (strides_lses[1], strides_lses[2]), 1)
@@ -72,7 +72,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "strides_out": row_programs.strides_in_units(f.out, 2, unit),
         "strides_lse": (0, 0) if f.lse is None else f.lse.stride,
         "num_tokens": num_tokens, "num_states": num_states, "H": heads, "D": d, "D_PAD": c, "ROWS": part.rows,
-        "NUM_STATES": num_states if num_states <= MAX_UNROLLED_STATES else 0, "STRIDE_UNIT": unit,
+        "STATIC_NUM_STATES_OR_0": num_states if num_states <= MAX_UNROLLED_STATES else 0, "STRIDE_UNIT": unit,
     }  # fmt: skip
     return LaunchSequence(
         KernelLaunch(merge_states_kernel, (part.programs,), arguments, num_warps=row_programs.OPTIONS["num_warps"])

@@ -41,7 +41,7 @@ def mla_append_kernel(
     p_q_rope, p_q_nope, p_kv_c, p_k_pe, p_cos_sin, p_rope_positions, p_q_rope_out, p_q_nope_out,
     p_ckv, p_kpe, p_scales, p_q_scale, p_kv_scale, p_slot_mapping, p_batch_indices, p_kv_positions, p_kv_indptr,
     p_kv_indices,
-    q_scale, kv_scale, strides_q_rope, strides_q_nope, strides_kv_c, strides_k_pe, strides_q_rope_out,
+    q_quant_scale, kv_quant_scale, strides_q_rope, strides_q_nope, strides_kv_c, strides_k_pe, strides_q_rope_out,
     strides_q_nope_out, strides_ckv, strides_kpe, strides_scales,
     stride_cos_sin, max_pos, num_tokens, num_pages, num_requests, num_indices, pe_end, c_end, rope_end,
     Q_HEADS: tl.constexpr, L: tl.constexpr, R: tl.constexpr, Q_NOPE_DIM: tl.constexpr,
@@ -64,7 +64,7 @@ def mla_append_kernel(
             rope_quantize_and_append_keys(
                 i_block, num_tokens, p_k_pe, strides_k_pe, p_k_pe, strides_k_pe, p_kpe, strides_kpe, p_scales,
                 strides_scales,
-                p_kv_scale, kv_scale, slot_args, rope_args,
+                p_kv_scale, kv_quant_scale, slot_args, rope_args,
                 1, R, R, R_PAD, ROWS_PE, PAGE, INTERLEAVED, PE_FORMAT, False, SCALE_T_MULTIPLIES, NATIVE_FP8_CAST,
                 STRIDE_UNIT, not INTERLEAVED,
                 USE_PDL, False, True, rotation,
@@ -72,7 +72,7 @@ def mla_append_kernel(
         else:
             quantize_and_append_rows(
                 i_block, num_tokens, p_k_pe, strides_k_pe, p_kpe, strides_kpe, p_scales, strides_scales, p_kv_scale,
-                kv_scale,
+                kv_quant_scale,
                 slot_args, rope_args, 1, R, R_PAD, ROWS_PE, PAGE, PE_FORMAT, False, SCALE_T_MULTIPLIES, NATIVE_FP8_CAST,
                 STRIDE_UNIT, False, False,
                 USE_PDL, False, rotation,
@@ -81,7 +81,7 @@ def mla_append_kernel(
         quantize_and_append_rows(
             i_block - pe_end, num_tokens, p_kv_c, strides_kv_c, p_ckv, strides_ckv, p_scales, strides_scales,
             p_kv_scale,
-            kv_scale, slot_args, rope_args, 1, L, L_PAD, ROWS_C, PAGE, FORMAT, False, SCALE_T_MULTIPLIES,
+            kv_quant_scale, slot_args, rope_args, 1, L, L_PAD, ROWS_C, PAGE, FORMAT, False, SCALE_T_MULTIPLIES,
             NATIVE_FP8_CAST, STRIDE_UNIT, False, False,
             USE_PDL, False, rotation,
         )  # fmt: skip
@@ -89,7 +89,7 @@ def mla_append_kernel(
         if p_q_rope is not None:
             rope_and_cast_queries(
                 i_block - c_end, num_tokens, p_q_rope, strides_q_rope, p_q_rope_out, strides_q_rope_out, p_q_scale,
-                q_scale,
+                q_quant_scale,
                 slot_args, rope_args, Q_HEADS, R, R_PAD, ROWS_R, True, INTERLEAVED, QUERY_KIND, ZERO_PADDING,
                 SCALE_T_MULTIPLIES, NATIVE_FP8_CAST, STRIDE_UNIT,
                 USE_PDL, False, True,
@@ -97,7 +97,7 @@ def mla_append_kernel(
     elif p_q_nope is not None:
         rope_and_cast_queries(
             i_block - rope_end, num_tokens, p_q_nope, strides_q_nope, p_q_nope_out, strides_q_nope_out, p_q_scale,
-            q_scale,
+            q_quant_scale,
             slot_args, rope_args, Q_HEADS, Q_NOPE_DIM, Q_NOPE_PAD, ROWS_N, False, INTERLEAVED, QUERY_KIND, ZERO_PADDING,
             SCALE_T_MULTIPLIES, NATIVE_FP8_CAST, STRIDE_UNIT,
             USE_PDL, False, True,
@@ -140,7 +140,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     # The rotary part of a row with group scales is 16-bit, and is not scaled.
     pe_format = f.format if latent_format(f.format).scale == TENSOR else "bf16"
     arguments = _TENSOR_ARGS | row_programs.slot_mapping_bounds(f, f.ckv.shape[0]) | {
-        "q_scale": f.q_scale, "kv_scale": f.kv_scale,
+        "q_quant_scale": f.q_scale, "kv_quant_scale": f.kv_scale,
         "strides_q_rope": row_programs.strides_in_units(f.q_rope, 2, unit),
         "strides_q_nope": row_programs.strides_in_units(f.q_nope, 2, unit),
         "strides_kv_c": row_programs.strides_in_units(f.kv_c, 2, unit),

@@ -44,8 +44,9 @@ def rope_append_kernel(
     p_k_codes, p_v_codes, p_k_scales, p_v_scales, p_q_scale, p_k_scale, p_v_scale,
     p_slot_mapping, p_batch_indices, p_kv_positions, p_kv_indptr, p_kv_indices, p_k_signs, p_v_signs, p_k_channels,
     p_v_channels,
-    q_scale, k_scale, v_scale, strides_q_rope, strides_q_nope, strides_k_rope, strides_k_nope, strides_v,
-    strides_q_rope_out, strides_q_nope_out, strides_k_codes, strides_v_codes, strides_k_scales, strides_v_scales,
+    q_quant_scale, k_quant_scale, v_quant_scale, strides_q_rope, strides_q_nope, strides_k_rope, strides_k_nope,
+    strides_v, strides_q_rope_out, strides_q_nope_out, strides_k_codes, strides_v_codes, strides_k_scales,
+    strides_v_scales,
     stride_k_channels, stride_v_channels, stride_cos_sin, max_pos, num_tokens, num_pages, num_requests, num_indices,
     k_end, v_end, rope_end,
     Q_HEADS: tl.constexpr, H: tl.constexpr, R: tl.constexpr, Q_NOPE_DIM: tl.constexpr, DK: tl.constexpr,
@@ -56,7 +57,8 @@ def rope_append_kernel(
     QUERY_KIND: tl.constexpr,
     K_SCALE_PER_HEAD: tl.constexpr, V_SCALE_PER_HEAD: tl.constexpr, ZERO_PADDING: tl.constexpr,
     SCALE_T_MULTIPLIES: tl.constexpr,
-    NATIVE_FP8_CAST: tl.constexpr, STRIDE_UNIT: tl.constexpr, SPLIT_HALVES: tl.constexpr, PACKED: tl.constexpr,
+    NATIVE_FP8_CAST: tl.constexpr, STRIDE_UNIT: tl.constexpr, SPLIT_HALVES: tl.constexpr,
+    V_PACKED_READ_MODE: tl.constexpr,
     USE_PTX: tl.constexpr,
     USE_PDL: tl.constexpr, PDL_LAUNCH_LATE: tl.constexpr, ORDER_LOADS: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +73,7 @@ def rope_append_kernel(
     if i_block < k_end:
         rope_quantize_and_append_keys(
             i_block, num_tokens, p_k_rope, strides_k_rope, p_k_nope, strides_k_nope, p_k_codes, strides_k_codes,
-            p_k_scales, strides_k_scales, p_k_scale, k_scale, slot_args, rope_args,
+            p_k_scales, strides_k_scales, p_k_scale, k_quant_scale, slot_args, rope_args,
             H, R, DK, DK_PAD, ROWS_K, PAGE, INTERLEAVED, K_FORMAT, K_SCALE_PER_HEAD, SCALE_T_MULTIPLIES,
             NATIVE_FP8_CAST, STRIDE_UNIT, SPLIT_HALVES,
             USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS, (p_k_signs, p_k_channels, stride_k_channels),
@@ -80,9 +82,8 @@ def rope_append_kernel(
     elif i_block < v_end:
         quantize_and_append_rows(
             i_block - k_end, num_tokens, p_v, strides_v, p_v_codes, strides_v_codes, p_v_scales, strides_v_scales,
-            p_v_scale,
-            v_scale, slot_args, rope_args, H, DV, DV_PAD, ROWS_V, PAGE, V_FORMAT, V_SCALE_PER_HEAD, SCALE_T_MULTIPLIES,
-            NATIVE_FP8_CAST, STRIDE_UNIT, PACKED,
+            p_v_scale, v_quant_scale, slot_args, rope_args, H, DV, DV_PAD, ROWS_V, PAGE, V_FORMAT, V_SCALE_PER_HEAD,
+            SCALE_T_MULTIPLIES, NATIVE_FP8_CAST, STRIDE_UNIT, V_PACKED_READ_MODE,
             USE_PTX, USE_PDL, PDL_LAUNCH_LATE, (p_v_signs, p_v_channels, stride_v_channels),
         )  # fmt: skip
     # Rotary part of q, to its output
@@ -90,7 +91,7 @@ def rope_append_kernel(
         if p_q_rope is not None:
             rope_and_cast_queries(
                 i_block - v_end, num_tokens, p_q_rope, strides_q_rope, p_q_rope_out, strides_q_rope_out, p_q_scale,
-                q_scale,
+                q_quant_scale,
                 slot_args, rope_args, Q_HEADS, R, R_PAD, ROWS_R, True, INTERLEAVED, QUERY_KIND, ZERO_PADDING,
                 SCALE_T_MULTIPLIES, NATIVE_FP8_CAST, STRIDE_UNIT,
                 USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS,
@@ -99,7 +100,7 @@ def rope_append_kernel(
     elif p_q_nope is not None:
         rope_and_cast_queries(
             i_block - rope_end, num_tokens, p_q_nope, strides_q_nope, p_q_nope_out, strides_q_nope_out, p_q_scale,
-            q_scale,
+            q_quant_scale,
             slot_args, rope_args, Q_HEADS, Q_NOPE_DIM, Q_NOPE_PAD, ROWS_N, False, INTERLEAVED, QUERY_KIND, ZERO_PADDING,
             SCALE_T_MULTIPLIES, NATIVE_FP8_CAST, STRIDE_UNIT,
             USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS,
@@ -143,7 +144,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     arguments: dict[str, Any] = dict(_TENSOR_ARGS)
     arguments |= {f"strides_{n}": row_programs.strides_in_units(x, 2, unit) for n, x in zip(names, rows, strict=True)}
     arguments |= row_programs.slot_mapping_bounds(f, f.k_cache.shape[0]) | row_programs.channel_scale_strides(f) | {
-        "q_scale": f.q_scale, "k_scale": f.k_scale, "v_scale": f.v_scale,
+        "q_quant_scale": f.q_scale, "k_quant_scale": f.k_scale, "v_quant_scale": f.v_scale,
         "strides_k_codes": row_programs.strides_in_units(f.k_cache, 3, unit),
         "strides_v_codes": row_programs.strides_in_units(f.v_cache, 3, unit),
         "strides_k_scales": row_programs.scale_strides(f.k_scale_cache),
@@ -159,8 +160,8 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "K_SCALE_PER_HEAD": row_programs.per_head(f.k_scale_t), "V_SCALE_PER_HEAD": row_programs.per_head(f.v_scale_t),
         "ZERO_PADDING": f.zero_padding, "SCALE_T_MULTIPLIES": f.scales_quantize,
         "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f),
-        "STRIDE_UNIT": unit, "SPLIT_HALVES": split_halves, "PACKED": min(row_programs.packed_read_mode(f, unit, "v"),
-        1), "USE_PTX": launch.has_ptx(f),
+        "STRIDE_UNIT": unit, "SPLIT_HALVES": split_halves,
+        "V_PACKED_READ_MODE": min(row_programs.packed_read_mode(f, unit, "v"), 1), "USE_PTX": launch.has_ptx(f),
         "USE_PDL": row_programs.uses_pdl(f),
         "PDL_LAUNCH_LATE": any(
             row_programs.launches_dependents_late(name, elements_per_program, row_programs.SIZES[1])

@@ -35,8 +35,8 @@ from .parts.token_rows import cache_row_offsets, interleave_pairs, token_and_hea
 SUPPORTS = (PAIRS, ROTATION, CHANNELS)
 _SIDES = ("k", "v")
 _TENSOR_ARGS = tensor_args(
-    BYTES, p_src_pages="src_pages", p_dst_pages="dst_pages", p_num_tokens="num_tokens_t", p_layer_table="layers",
-    **{
+    BYTES, p_src_page_table="src_pages", p_dst_page_table="dst_pages", p_num_tokens="num_tokens_t",
+    p_layer_table="layers", **{
         f"p_{of}_{side}_{what}": field.format(side)
         for side in _SIDES
         for of, fields in (
@@ -53,25 +53,32 @@ _MAX_ROWS = 1 << 31  # of a side, that 32 bits count
 
 
 @triton.jit
-def load_layer_offset(p_layer_table, TABLE_COLUMN: tl.constexpr, ELEMENT_BYTES: tl.constexpr):
+def load_layer_offset_in_elements(p_layer_table, OFFSET_COLUMN_IN_16_BYTES: tl.constexpr, ELEMENT_BYTES: tl.constexpr):
     """Returns how many elements of ELEMENT_BYTES bytes a layer's tensor lies behind that of the first layer."""
     if p_layer_table is None:
         return tl.full([], 0, tl.int64)
     else:
-        return tl.load(p_layer_table + TABLE_COLUMN) * (16 // ELEMENT_BYTES)  # a product, which says how it is aligned
+        # a product, which says how it is aligned
+        return tl.load(p_layer_table + OFFSET_COLUMN_IN_16_BYTES) * (16 // ELEMENT_BYTES)
 
 
 @triton.jit
 def load_dequantizing_scale(
-    p_scale, scale, p_layer_table, OFFSET_COLUMN: tl.constexpr, VALUE_COLUMN: tl.constexpr, head, PER_HEAD: tl.constexpr
+    p_scale,
+    scale,
+    p_layer_table,
+    OFFSET_COLUMN_IN_16_BYTES: tl.constexpr,
+    FP32_BITS_COLUMN: tl.constexpr,
+    head,
+    PER_HEAD: tl.constexpr,
 ):
     """Returns the dequantizing scale of rows: [ROWS, 1] with one for each head, else [1, 1]."""
     one = tl.zeros([1, 1], tl.int32)
     if p_scale is not None:
-        p_scale += load_layer_offset(p_layer_table, OFFSET_COLUMN, 4)
+        p_scale += load_layer_offset_in_elements(p_layer_table, OFFSET_COLUMN_IN_16_BYTES, 4)
         return tl.load(p_scale + (head[:, None] if PER_HEAD else one))
     elif p_layer_table is not None:
-        return tl.load(p_layer_table + VALUE_COLUMN + one).to(tl.int32).to(tl.float32, bitcast=True)
+        return tl.load(p_layer_table + FP32_BITS_COLUMN + one).to(tl.int32).to(tl.float32, bitcast=True)
     else:
         return one.to(tl.float32) + scale
 
@@ -182,7 +189,7 @@ def count_unequal_channel_scales(src_attributes, dst_attributes, head, D: tl.con
 
 
 @triton.jit
-def change_rotation_and_channel_scales(x, src_attributes, dst_attributes, unequal_channels, head, D: tl.constexpr):
+def unrotate_rescale_channels_and_rotate(x, src_attributes, dst_attributes, unequal_channels, head, D: tl.constexpr):
     """Returns rows x [ROWS, D_PAD] fp32, rotated back, with other channel scales, and rotated anew.
 
     src_attributes, dst_attributes:  pointers to signs and to channel scales, either may be None, each with the layer's
@@ -255,30 +262,32 @@ def transcode_rows(
     head_strides:  of channel scales of src and dst
     """
     max_tokens, p_num_tokens = token_count_args
-    p_src_pages, p_dst_pages, num_src_pages, num_dst_pages = page_args
+    p_src_page_table, p_dst_page_table, num_src_pages, num_dst_pages = page_args
     token, head = token_and_head_of_rows(i_block, max_tokens, H, ROWS)
     live = token < (max_tokens if p_num_tokens is None else tl.load(p_num_tokens).to(tl.int64))
-    src_page, src_slot, live = load_page_slot_and_validity(token, p_src_pages, num_src_pages, live, SRC_PAGE)
-    dst_page, dst_slot, live = load_page_slot_and_validity(token, p_dst_pages, num_dst_pages, live, DST_PAGE)
+    src_page, src_slot, live = load_page_slot_and_validity(token, p_src_page_table, num_src_pages, live, SRC_PAGE)
+    dst_page, dst_slot, live = load_page_slot_and_validity(token, p_dst_page_table, num_dst_pages, live, DST_PAGE)
     m_live = live[:, None]
-    p_src = src[0] + load_layer_offset(p_layer_table, SIDE, src[0].dtype.element_ty.primitive_bitwidth // 8)
-    p_dst = dst[0] + load_layer_offset(p_layer_table, 4 + SIDE, dst[0].dtype.element_ty.primitive_bitwidth // 8)
+    p_src = src[0] + load_layer_offset_in_elements(p_layer_table, SIDE, src[0].dtype.element_ty.primitive_bitwidth // 8)
+    p_dst = dst[0] + load_layer_offset_in_elements(
+        p_layer_table, 4 + SIDE, dst[0].dtype.element_ty.primitive_bitwidth // 8
+    )
     o_src = cache_row_offsets(src_page, src_slot, head, src[6], STRIDE_UNIT)
     o_dst = cache_row_offsets(dst_page, dst_slot, head, dst[6], STRIDE_UNIT)
     # Stored scales, fp32 or bytes, if there are any.
     p_src_stored, p_dst_stored = src[1], dst[1]
     o_src_stored = cache_row_offsets(src_page, src_slot, head, src[7], 1)
     o_dst_stored = cache_row_offsets(dst_page, dst_slot, head, dst[7], 1)
-    o_src_stored += load_layer_offset(p_layer_table, 2 + SIDE, 1 if SRC_FORMAT.SCALE == BLOCK else 4)
-    o_dst_stored += load_layer_offset(p_layer_table, 6 + SIDE, 1 if DST_FORMAT.SCALE == BLOCK else 4)
+    o_src_stored += load_layer_offset_in_elements(p_layer_table, 2 + SIDE, 1 if SRC_FORMAT.SCALE == BLOCK else 4)
+    o_dst_stored += load_layer_offset_in_elements(p_layer_table, 6 + SIDE, 1 if DST_FORMAT.SCALE == BLOCK else 4)
 
     if THREADS_PER_ROW > 0:
         # The range, which nvfp4 has no use for, the compiler drops.
         tiles, row_range = load_dequantized_tiles_and_row_min_max(
             p_src, o_src, p_src_stored, o_src_stored, m_live, src[2], src[5], p_layer_table, head, SIDE, D,
             THREADS_PER_ROW,
-            SRC_FORMAT, SRC_PER_HEAD, None if dst[3] is None else dst[3] + load_layer_offset(p_layer_table, 14 + SIDE,
-            4),
+            SRC_FORMAT, SRC_PER_HEAD, None if dst[3] is None else dst[3] + load_layer_offset_in_elements(p_layer_table,
+            14 + SIDE, 4),
             NATIVE_E4M3, USE_PTX,
         )  # fmt: skip
         if DST_FORMAT.CODE == INT4:
@@ -303,13 +312,13 @@ def transcode_rows(
         src_scale = load_dequantizing_scale(src[2], src[5], p_layer_table, 8 + SIDE, 20 + SIDE, head, SRC_PER_HEAD)
         dst_scale = load_dequantizing_scale(dst[2], dst[5], p_layer_table, 10 + SIDE, 22 + SIDE, head, DST_PER_HEAD)
         src_attributes = (
-            src[3], load_layer_offset(p_layer_table, 12 + SIDE, 4), src[4], load_layer_offset(p_layer_table,
-            16 + SIDE, 4),
+            src[3], load_layer_offset_in_elements(p_layer_table, 12 + SIDE, 4), src[4],
+            load_layer_offset_in_elements(p_layer_table, 16 + SIDE, 4),
             head_strides[0],
         )  # fmt: skip
         dst_attributes = (
-            dst[3], load_layer_offset(p_layer_table, 14 + SIDE, 4), dst[4], load_layer_offset(p_layer_table,
-            18 + SIDE, 4),
+            dst[3], load_layer_offset_in_elements(p_layer_table, 14 + SIDE, 4), dst[4],
+            load_layer_offset_in_elements(p_layer_table, 18 + SIDE, 4),
             head_strides[1],
         )  # fmt: skip
         unequal_channels = count_unequal_channel_scales(src_attributes, dst_attributes, head, D, D_PAD)
@@ -337,7 +346,7 @@ def transcode_rows(
             HAS_ATTRIBUTES: tl.constexpr = not (src[3] is None and src[4] is None and dst[3] is None and dst[4] is None)
             if HAS_ATTRIBUTES:  # noqa: SIM102 (a constant, and a value of the device)
                 if tl.max(tl.max(unequal, 1), 0) != 0:
-                    changed = change_rotation_and_channel_scales(
+                    changed = unrotate_rescale_channels_and_rotate(
                         x, src_attributes, dst_attributes, unequal_channels, head, D
                     )
                     x = tl.where(unequal == 0, x, changed)
@@ -352,7 +361,7 @@ def transcode_rows(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_src_pages", "num_dst_pages", "k_end"])
 def transcode_kernel(
-    p_src_pages, p_dst_pages, p_num_tokens, p_layer_table,
+    p_src_page_table, p_dst_page_table, p_num_tokens, p_layer_table,
     p_src_k_codes, p_src_k_stored, p_src_k_scale, p_src_k_signs, p_src_k_channels,
     p_dst_k_codes, p_dst_k_stored, p_dst_k_scale, p_dst_k_signs, p_dst_k_channels,
     p_src_v_codes, p_src_v_stored, p_src_v_scale, p_src_v_signs, p_src_v_channels,
@@ -372,7 +381,7 @@ def transcode_kernel(
     i_block = tl.program_id(0)
     p_layer = None if p_layer_table is None else p_layer_table + tl.program_id(1) * LAYER_TABLE_COLUMNS
     tokens = (num_tokens, p_num_tokens)
-    page_args = (p_src_pages, p_dst_pages, num_src_pages, num_dst_pages)
+    page_args = (p_src_page_table, p_dst_page_table, num_src_pages, num_dst_pages)
     if i_block < k_end:
         transcode_rows(
             i_block, tokens, page_args,

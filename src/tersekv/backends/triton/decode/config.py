@@ -51,7 +51,7 @@ def choose_tile_config(f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
     # NOTE: Triton 3.6 does not compile one warp with lists of keys and block scales.
     fits_one_warp = width <= 256 and not (listed and BLOCK in (x.scale for x in pair_of(f)))
     if four_bits and block_m == 16 and fits_one_warp and (launch.has_ptx(f) or launch.interpreting()):
-        return _one_warp_tile_config(f, group)
+        return _one_warp_4bit_tile_config(f, group)
     if fmt.storage.itemsize == 2 or fmt != pair_of(f)[1]:
         t = _TILES_16_BIT
     elif fmt.values_per_element > 1:
@@ -79,7 +79,7 @@ def choose_tile_config(f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
     return _shrink_to_fit_shared_memory(t, f, fmt)
 
 
-def _one_warp_tile_config(f: SimpleNamespace, group: int) -> TileConfig:
+def _one_warp_4bit_tile_config(f: SimpleNamespace, group: int) -> TileConfig:
     """Returns the tiles of a program of one warp: as many programs per SM as its shared memory holds."""
     k, v = pair_of(f)
     t = _ONE_WARP_BLOCK_SCALES if BLOCK in (k.scale, v.scale) else _ONE_WARP

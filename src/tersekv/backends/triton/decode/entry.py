@@ -49,7 +49,7 @@ from ..parts.kv_cache_args import (
 )
 from ..parts.tile_scheduler import METADATA_FIELDS
 from .config import TileConfig, choose_tile_config
-from .kernels import decode_kernel
+from .kernels import stream_k_decode_kernel
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def configure(f: SimpleNamespace) -> Config:
         **tensor_args(K_SCALE="k_scale_t"), **mask_args(f), "k_scale": f.k_scale, "softcap": f.softcap, "max_splits": 0,
         **list_args,
     })  # fmt: skip
-    first = KernelLaunch(decode_kernel, (num_programs,), split, **options)
+    first = KernelLaunch(stream_k_decode_kernel, (num_programs,), split, **options)
     combine = both | {"MAX_LOGITS": None}
     if cfg.SPLIT_BLOCKS:
         combine |= {name: split[name] for name in ("SEQ_LENS", "CU_SEQLENS_Q")}
@@ -164,7 +164,11 @@ def configure(f: SimpleNamespace) -> Config:
 
 
 def kernel_constants(f: SimpleNamespace, tile: TileConfig, tma: bool) -> Constants:
-    return Constants(**format_constants(f), **_shape_tile_and_split_constants(f, tile, tma), **_feature_constants(f))
+    return Constants(
+        **format_constants(f),
+        **_shape_tile_and_split_constants(f, tile, tma),
+        **_mask_sinks_scale_and_output_constants(f),
+    )
 
 
 def _shape_tile_and_split_constants(f: SimpleNamespace, tile: TileConfig, use_tma: bool) -> dict[str, Any]:
@@ -199,7 +203,7 @@ def _shape_tile_and_split_constants(f: SimpleNamespace, tile: TileConfig, use_tm
     }
 
 
-def _feature_constants(f: SimpleNamespace) -> dict[str, Any]:
+def _mask_sinks_scale_and_output_constants(f: SimpleNamespace) -> dict[str, Any]:
     return attention_constants(f) | {
         "HAS_MASK": f.mask is not None,
         **window_sinks_softcap_and_scale_constants(f),
@@ -221,13 +225,19 @@ def _kv_host_descriptor_args(f: SimpleNamespace, tile: TileConfig) -> dict[str, 
     for argument, name, x, fmt in sides:
         pack = pack_factor(fmt)
         words = x.shape[2] // pack
-        matrix = _cache_as_matrix_of_16bit_words(getattr(f, name), words)
-        if matrix is None:
+        matrix_layout = _matrix_layout_in_16bit_words_or_none(getattr(f, name), words)
+        if matrix_layout is None:
             return {}
         block = max(16, launch.next_power_of_2(words))
         found[argument] = TensorMapArg(
             name,
-            partial(_host_descriptor_of_16bit_words, matrix=matrix, pack=pack, block_n=tile.block_n, block_words=block),
+            partial(
+                _host_descriptor_of_16bit_words,
+                matrix_layout=matrix_layout,
+                codes_per_word=pack,
+                block_n=tile.block_n,
+                block_words=block,
+            ),
         )
     return found
 
@@ -242,7 +252,7 @@ def _rows_per_head(x: Any) -> int:
     return x.stride[2] // x.stride[1] if x.stride[2] >= x.stride[1] else 0
 
 
-def _cache_as_matrix_of_16bit_words(cache: Any, words_per_row: int) -> tuple[int, int, int] | None:
+def _matrix_layout_in_16bit_words_or_none(cache: Any, words_per_head: int) -> tuple[int, int, int] | None:
     """Returns a cache as one matrix of slots, in 16-bit words: (rows, row pitch, columns); None where strides do not
     allow it.
 
@@ -252,8 +262,8 @@ def _cache_as_matrix_of_16bit_words(cache: Any, words_per_row: int) -> tuple[int
     s_p, s_s, s_h = packed_strides(cache)
     if (
         not cache.aligned
-        or words_per_row < 16
-        or words_per_row != launch.next_power_of_2(words_per_row)
+        or words_per_head < 16
+        or words_per_head != launch.next_power_of_2(words_per_head)
         or s_s % 8
         or s_s == 0
         or s_p % s_s
@@ -262,19 +272,19 @@ def _cache_as_matrix_of_16bit_words(cache: Any, words_per_row: int) -> tuple[int
     if s_h >= s_s:  # HND
         if s_h % s_s:
             return None
-        width, last = words_per_row, (heads - 1) * (s_h // s_s) + slots
+        width, last = words_per_head, (heads - 1) * (s_h // s_s) + slots
     else:
-        if (heads > 1 and s_h < words_per_row) or s_h % 8:
+        if (heads > 1 and s_h < words_per_head) or s_h % 8:
             return None
-        width, last = (heads - 1) * s_h + words_per_row, slots
+        width, last = (heads - 1) * s_h + words_per_head, slots
     rows = (pages - 1) * (s_p // s_s) + last
     return (rows, s_s, width) if width <= s_s and rows < 2**31 else None
 
 
 def _host_descriptor_of_16bit_words(
-    cache: torch.Tensor, matrix: tuple[int, int, int], pack: int, block_n: int, block_words: int
+    cache: torch.Tensor, matrix_layout: tuple[int, int, int], codes_per_word: int, block_n: int, block_words: int
 ) -> TensorDescriptor:
-    rows, pitch, columns = matrix
-    words = cache.view(torch.int16) if pack > 1 else cache
+    rows, pitch, columns = matrix_layout
+    words = cache.view(torch.int16) if codes_per_word > 1 else cache
     base = words if launch.interpreting() else launch.RawAddress(words)
     return TensorDescriptor(base, [rows, columns], [pitch, 1], [block_n, block_words])

@@ -1,4 +1,4 @@
-"""The split-KV kernel of paged decode: each program takes an equal range of all key blocks (`parts/tile_scheduler`).
+"""The stream-K kernel of paged decode: each program takes an equal range of all key blocks (`parts/tile_scheduler`).
 The mask and the rescale are in `mainloop`, Triton pipelines the loads, and `parts/combine` combines splits.
 
 Keys lie on the matrix unit's M side and query rows on N, so few query heads waste little of it.
@@ -21,7 +21,7 @@ from ..parts.tile_scheduler import (
     store_empty_output_of_padding_rows,
     token_and_head_of_q_rows,
 )  # fmt: skip
-from .mainloop import load_transposed_query_tiles_and_q_scale, mainloop, unrotate_acc
+from .mainloop import load_transposed_16bit_q_tiles_and_q_scale, mainloop, unrotate_acc
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def store_output(OUT, acc_o, acc_scale, tokens, heads, m_row, stride_out_t, stri
 
 
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["B"])
-def decode_kernel(
+def stream_k_decode_kernel(
     Q, K, V, K_SCALES, V_SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, INDICES, INDEX_LENS, LIST_SEQ_LENS,
     LIST_CU_SEQLENS_Q, MASK, SINKS, OUT, LSE, SPLIT_WORKSPACE, K_SIGNS,
     V_SIGNS, K_CHANNEL_SCALES, V_CHANNEL_SCALES,
@@ -90,7 +90,7 @@ def decode_kernel(
             # Load Q
             tokens, heads, m_row = token_and_head_of_q_rows(m_block, h, request.q_begin, request.num_q_rows, cfg)
             scale = score_scale * load_scale(k_scale, K_SCALE, h * cfg.K_SCALE_STRIDE, cfg.HAS_K_SCALE)
-            q, q_scale = load_transposed_query_tiles_and_q_scale(
+            q, q_scale = load_transposed_16bit_q_tiles_and_q_scale(
                 Q, tokens, heads, m_row, stride_q_t, stride_q_h, (K_SIGNS, K_CHANNEL_SCALES, stride_k_channel_scales_h),
                 h, cfg,
             )  # fmt: skip

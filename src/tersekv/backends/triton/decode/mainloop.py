@@ -40,7 +40,7 @@ def unrotate_acc(acc_o, rotation, h, cfg: tl.constexpr):
 
 
 @triton.jit
-def load_transposed_query_tiles_and_q_scale(
+def load_transposed_16bit_q_tiles_and_q_scale(
     Q, tokens, heads, m_row, stride_q_t, stride_q_h, rotation, h, cfg: tl.constexpr
 ):
     """Loads query rows, transposed to PACK tiles [BLOCK_D, BLOCK_M] in the compute type, and the scale of their scores
@@ -101,7 +101,7 @@ def load_page_ids_or_listed_keys_unrolled(key_source, n_block, num_keys, UNROLL:
 
 
 @triton.jit
-def kv_row_offsets(
+def kv_row_offsets_in_elements(
     page_ids, n_block, h, stride_page, stride_slot, stride_head, STRIDE_UNIT: tl.constexpr, cfg: tl.constexpr
 ):
     """Returns offsets [BLOCK_N] of head h's rows in key block n_block; strides count STRIDE_UNIT elements.
@@ -132,11 +132,8 @@ def load_kv_block(X, page_ids, n_block, m_n, stride_page, stride_slot, stride_he
             )
     else:
         o_d = tl.arange(0, PACKED_COLUMNS_PAD)
-        p_x = (
-            X
-            + kv_row_offsets(page_ids, n_block, h, stride_page, stride_slot, stride_head, STRIDE_UNIT, cfg)[:, None]
-            + o_d[None, :]
-        )
+        o_n = kv_row_offsets_in_elements(page_ids, n_block, h, stride_page, stride_slot, stride_head, STRIDE_UNIT, cfg)
+        p_x = X + o_n[:, None] + o_d[None, :]
         if MASKED:
             return tl.load(p_x, mask=m_n[:, None] & (o_d < PACKED_COLUMNS)[None, :], other=0.0)
         elif PACKED_COLUMNS_PAD == PACKED_COLUMNS:
@@ -151,7 +148,7 @@ def load_stored_scales(XS, page_ids, n_block, m_n, stride_page, stride_slot, str
                        cfg: tl.constexpr):  # fmt: skip
     """Loads stored scales of key block n_block: fp32 [BLOCK_N] per token, or e4m3 [BLOCK_N, PACKED_COLUMNS_PAD //
     4]."""
-    p_row = XS + kv_row_offsets(
+    p_row = XS + kv_row_offsets_in_elements(
         page_ids, n_block, h, stride_page, stride_slot, stride_head, row_format.SCALE_STRIDE_UNIT, cfg
     )
     if row_format.TOKEN_SCALES:
@@ -313,9 +310,10 @@ def keys_visible_to_any_row(n_block, num_keys, num_q_rows, cfg: tl.constexpr):
 
 
 @triton.jit
-def compute_scores_unrolled(K, k_scales, v_scales, MASK, q, score_scale, softcap, page_ids, n_block, num_keys,
-                            num_q_rows, row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t,
-                            UNROLL: tl.constexpr, MASKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
+def compute_v_scaled_scores_and_inv_v_scales(
+    K, k_scales, v_scales, MASK, q, score_scale, softcap, page_ids, n_block, num_keys, num_q_rows, row_begin, q_begin,
+    h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, UNROLL: tl.constexpr, MASKED: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
     """Returns scores of UNROLL key blocks, and reciprocals of the V scales (per-token formats; else empty)."""
     s, inv_v_scales = (), ()
     for j in tl.static_range(UNROLL):
@@ -415,10 +413,10 @@ def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, score_scale, softcap
         next_page_ids = load_page_ids_or_listed_keys_unrolled(
             key_source, n_block + cfg.UNROLL, num_keys, cfg.UNROLL, cfg
         )
-        s, inv_v_scales = compute_scores_unrolled(K, k_scales, v_scales, MASK, q, score_scale, softcap, page_ids,
-                                                  n_block, num_keys, num_q_rows, row_begin, q_begin, h, stride_k_p,
-                                                  stride_k_s, stride_k_h, stride_mask_t, cfg.UNROLL, LISTED,
-                                                  cfg)  # fmt: skip
+        s, inv_v_scales = compute_v_scaled_scores_and_inv_v_scales(
+            K, k_scales, v_scales, MASK, q, score_scale, softcap, page_ids, n_block, num_keys, num_q_rows, row_begin,
+            q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, cfg.UNROLL, LISTED, cfg,
+        )  # fmt: skip
         next_k_scales, next_v_scales = load_stored_kv_scales(
             K_SCALES, V_SCALES, next_page_ids, n_block + cfg.UNROLL, num_keys, h, stride_k_scales_p, stride_k_scales_s,
             stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, cfg.UNROLL, cfg,
@@ -447,7 +445,7 @@ def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, score_scale, softcap
                 K_SCALES, V_SCALES, page_ids_here, n_block, num_keys, h, stride_k_scales_p, stride_k_scales_s,
                 stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, 1, cfg,
             )  # fmt: skip
-            s, inv_v_scales = compute_scores_unrolled(
+            s, inv_v_scales = compute_v_scaled_scores_and_inv_v_scales(
                 K, k_scales_here, v_scales_here, MASK, q, score_scale, softcap, page_ids_here, n_block, num_keys,
                 num_q_rows, row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, 1, True, cfg,
             )  # fmt: skip

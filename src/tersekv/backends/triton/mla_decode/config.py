@@ -42,7 +42,7 @@ def choose_tile_config(f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
     )
 
 
-def tile_config_candidates(f: SimpleNamespace, fmt: KVFormat) -> list[TileConfig]:
+def benchmark_tile_configs_chosen_first(f: SimpleNamespace, fmt: KVFormat) -> list[TileConfig]:
     """Returns what is worth timing on a chip, the choice first."""
     first = choose_tile_config(f, fmt)
     others: list[dict] = [{"num_stages": first.num_stages + n} for n in (-1, 1)]

@@ -56,7 +56,7 @@ from ...host.key_lists import (
 from ..parts.combine import combine_batch_invariant_kernel, combine_kernel
 from ..parts.tile_scheduler import METADATA_FIELDS
 from .config import TileConfig, choose_tile_config
-from .kernels import mla_decode_kernel
+from .kernels import stream_k_mla_decode_kernel
 from .two_sets import (
     EXTRA_NAMES,
     facts_with_unscaled_fp32_out_and_lse,
@@ -131,7 +131,7 @@ class Constants(KernelConfig):
 
 
 class CacheMatrix(NamedTuple):
-    """A matrix that a tensor descriptor reads, in 16-bit words."""
+    """The layout of a matrix that a tensor descriptor reads, in 16-bit words."""
 
     rows: int
     pitch: int
@@ -199,10 +199,10 @@ def configure_one_key_set(f: SimpleNamespace) -> Config:
     heads = f.q_nope.shape[1]
     # Blocks of heads read the same rows side by side; where heads do not fill them, rows form more work tiles.
     blocks = heads // t.block_m if heads and heads % t.block_m == 0 else 1
-    cache_matrices = _ckv_and_kpe_matrices(f, t)
+    cache_matrices = _ckv_and_kpe_matrix_layouts(f, t)
     cfg = Constants(
-        **_format_constants(f, fmt), **_shape_tile_and_split_constants(f, fmt, t, blocks, bool(cache_matrices)),
-        **_feature_constants(f), LIST=lists,
+        **_latent_format_and_operand_constants(f, fmt), **_shape_tile_and_split_constants(f, fmt, t, blocks,
+        bool(cache_matrices)), **_sinks_scale_and_output_constants(f), LIST=lists,
     )  # fmt: skip
     options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.num_stages}
     if launch.has_ptx(f):
@@ -214,7 +214,7 @@ def configure_one_key_set(f: SimpleNamespace) -> Config:
         | {"cfg": cfg}
     )
     split = (both | query_and_kv_scale_args(f, BYTES if cfg.Q_AS_BYTES else "") | split_pass_args_without_q_and_kv(f)
-             | _cache_stride_args(f) | {
+             | _cache_stride_args_in_stride_units(f) | {
         **tensor_args(WORDS, CKV="ckv", KPE="ckv" if cfg.TAIL else "kpe"), "CKV_MAP": None, "KPE_MAP": None,
         **_latent_host_descriptor_args(cache_matrices, cfg),
         **tensor_args(SCALES="ckv_scale_cache"), "max_splits": 0, **list_args,
@@ -222,7 +222,7 @@ def configure_one_key_set(f: SimpleNamespace) -> Config:
     merge = both | tensor_args(V_SCALE="kv_scale_t") | {"v_scale": f.kv_scale}
     if cfg.TAIL:  # behind the codes, as columns of their tiles
         merge["cfg"] = replace(cfg, PACKED_V=cfg.DV // cfg.PACK)
-    first = KernelLaunch(mla_decode_kernel, (num_programs,), split, **options)
+    first = KernelLaunch(stream_k_mla_decode_kernel, (num_programs,), split, **options)
     if cfg.SPLIT_BLOCKS:
         merge |= {name: split[name] for name in ("SEQ_LENS", "CU_SEQLENS_Q")}
         return Config(
@@ -247,7 +247,7 @@ def query_and_kv_scale_args(f: SimpleNamespace, view_as: str = "") -> dict[str, 
     )
 
 
-def _format_constants(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
+def _latent_format_and_operand_constants(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
     by_hand, q = launch.emulates_e4m3(f), f.q_nope.dtype
     bf16, bf16_r = f.ckv.dtype == torch.bfloat16, fmt.tail > 0 or f.kpe.dtype == torch.bfloat16
     return {
@@ -308,14 +308,14 @@ def _shape_tile_and_split_constants(
     }
 
 
-def _feature_constants(f: SimpleNamespace) -> dict[str, Any]:
+def _sinks_scale_and_output_constants(f: SimpleNamespace) -> dict[str, Any]:
     sinks = f.sinks is not None
     return attention_constants(f) | {
         "HAS_V_SCALE": f.kv_scale_t is not None, "HAS_SINKS": sinks, "LSE_OF_KEYS": sinks and f.lse_of_keys,
     }  # fmt: skip
 
 
-def _cache_stride_args(f: SimpleNamespace) -> dict[str, int]:
+def _cache_stride_args_in_stride_units(f: SimpleNamespace) -> dict[str, int]:
     """Returns strides of caches, in CKV_STRIDE_UNITs and KPE_STRIDE_UNITs, and of their stored scales."""
     found = stride_args(f.ckv_scale_cache, stride_scales_="ps")
     for prefix, x in (("stride_ckv_", f.ckv), ("stride_kpe_", _rotary_part(f))):
@@ -338,9 +338,12 @@ def _latent_host_descriptor_args(cache_matrices: tuple[CacheMatrix, ...], cfg: C
     matrices = zip(("CKV_MAP", "KPE_MAP"), ("ckv", "kpe"), cache_matrices, (cfg.CHUNK, cfg.BLOCK_PE), strict=False)
     return {
         argument: TensorMapArg(
-            name, partial(_host_descriptor_of_16bit_words, matrix=matrix, block_n=cfg.BLOCK_N, block_words=block)
+            name,
+            partial(
+                _host_descriptor_of_16bit_words, matrix_layout=matrix_layout, block_n=cfg.BLOCK_N, block_words=block
+            ),
         )
-        for argument, name, matrix, block in matrices
+        for argument, name, matrix_layout, block in matrices
     }
 
 
@@ -354,7 +357,7 @@ def _packed_strides(x: Any) -> tuple[int, int]:
     return x.stride[0] * x.dtype.itemsize // 2, x.stride[1] * x.dtype.itemsize // 2
 
 
-def _ckv_and_kpe_matrices(f: SimpleNamespace, tile: TileConfig) -> tuple[CacheMatrix, ...]:
+def _ckv_and_kpe_matrix_layouts(f: SimpleNamespace, tile: TileConfig) -> tuple[CacheMatrix, ...]:
     """Returns matrices of ckv and kpe; none where a key block spans pages or a part is no matrix."""
     scales = latent_format(f.format).scale
     if (
@@ -365,12 +368,12 @@ def _ckv_and_kpe_matrices(f: SimpleNamespace, tile: TileConfig) -> tuple[CacheMa
         or not launch.has_tma(f)
     ):
         return ()
-    found = [_cache_as_matrix_of_16bit_words(x) for x in ((f.ckv, f.kpe) if f.kpe.shape[2] else (f.ckv,))]
+    found = [_matrix_layout_in_16bit_words_or_none(x) for x in ((f.ckv, f.kpe) if f.kpe.shape[2] else (f.ckv,))]
     matrices = tuple(x for x in found if x is not None)
     return matrices if len(matrices) == len(found) else ()
 
 
-def _cache_as_matrix_of_16bit_words(cache: Any) -> CacheMatrix | None:
+def _matrix_layout_in_16bit_words_or_none(cache: Any) -> CacheMatrix | None:
     """Returns a part of a latent cache as one matrix of slots, in 16-bit words. Descriptors load 0 past its columns."""
     pages, slots, columns = cache.shape
     s_p, s_s = _packed_strides(cache)
@@ -382,8 +385,10 @@ def _cache_as_matrix_of_16bit_words(cache: Any) -> CacheMatrix | None:
 
 
 def _host_descriptor_of_16bit_words(
-    cache: torch.Tensor, matrix: CacheMatrix, block_n: int, block_words: int
+    cache: torch.Tensor, matrix_layout: CacheMatrix, block_n: int, block_words: int
 ) -> TensorDescriptor:
     words = cache.view(torch.int16) if cache.element_size() == 1 else cache
     base = words if launch.interpreting() else launch.RawAddress(words)
-    return TensorDescriptor(base, [matrix.rows, matrix.columns], [matrix.pitch, 1], [block_n, block_words])
+    return TensorDescriptor(
+        base, [matrix_layout.rows, matrix_layout.columns], [matrix_layout.pitch, 1], [block_n, block_words]
+    )

@@ -1,14 +1,14 @@
 """The split pass of MLA decode: a latent row, read once a key block, is key and value of every head. The mask is in
 `apply_mask`, the rescale in `softmax_and_pv_step`; Triton pipelines the loads, and `parts/combine` combines splits.
 
-Work is split as in decode (`parts/tile_scheduler`). HEADS counts blocks of GROUP query heads, which read the same rows:
-programs of one range lie side by side, so that all but one find the key block in L2.
+Work is split as in decode (stream-K, `parts/tile_scheduler`). HEADS counts blocks of GROUP query heads, which read the
+same rows: programs of one range lie side by side, so that all but one find the key block in L2.
 
 A row's packed codes form CHUNKS tiles of CHUNK 16-bit words, each unpacked into PACK tiles (`parts/dequant`); the
 rotary part is one more tile. Queries and accumulators are split the same way: tile i * PACK + j holds the columns PACK
 * (i * CHUNK + word) + j. Rows lie on the matrix unit's M side, as keys and, transposed, as values; query rows lie on N.
 With group scales a chunk is a scale group. The end of a row of fp8_v4, in bf16, takes the rotary part's place, and is a
-value as well (`tail`).
+value as well.
 """
 
 import triton
@@ -106,7 +106,7 @@ def load_k_pe_block(
 
 
 @triton.jit
-def load_latent_and_k_pe(
+def load_latent_and_k_pe_by_pointers(
     CKV, KPE, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, cfg: tl.constexpr
 ):
     """Loads (CHUNKS packed tiles [BLOCK_N, CHUNK], rotary tile [BLOCK_N, BLOCK_PE]) of n_block, by pointers."""
@@ -165,7 +165,7 @@ def load_transposed_query_chunk(p_row, m_row, FIRST_PACKED_COLUMN: tl.constexpr,
 
 
 @triton.jit
-def query_abs_max(p_nope, p_pe, m_row, cfg: tl.constexpr):
+def query_row_abs_max(p_nope, p_pe, m_row, cfg: tl.constexpr):
     """Returns the largest magnitude of each query row: fp32 [BLOCK_M]."""
     CHUNKS: tl.constexpr = cfg.CHUNKS
     PACK: tl.constexpr = cfg.PACK
@@ -194,7 +194,7 @@ def to_query_operands(x, BF16: tl.constexpr, TWO_TERM_Q: tl.constexpr):
 
 
 @triton.jit
-def load_transposed_query_tiles_and_q_scale(
+def load_transposed_16bit_q_tiles_and_q_scale(
     Q_NOPE, Q_PE, tokens, heads, row_mask, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h,
     cfg: tl.constexpr,
 ):  # fmt: skip
@@ -212,7 +212,7 @@ def load_transposed_query_tiles_and_q_scale(
     q_scale = tl.full([cfg.BLOCK_M], 1.0, tl.float32)
     inv_q_scale = q_scale
     if cfg.Q_SCALED:
-        abs_max = query_abs_max(p_nope, p_pe, row_mask, cfg)
+        abs_max = query_row_abs_max(p_nope, p_pe, row_mask, cfg)
         exponent = tl.maximum((abs_max.to(tl.int32, bitcast=True) >> 23) & 0xFF, 1)
         inv_q_scale = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
         q_scale = (exponent << 23).to(tl.float32, bitcast=True)
@@ -256,10 +256,10 @@ def accumulate_qk_of_key_tile(
 
 
 @triton.jit
-def compute_scores_and_packed_latents(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, score_scale, CKV, KPE, CKV_MAP,
-    KPE_MAP, page_ids,
-                   n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, PREFETCHED: tl.constexpr,
-                   MASKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
+def compute_scores_packed_latents_and_rope_tail(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, score_scale, CKV,
+                                                KPE, CKV_MAP, KPE_MAP, page_ids, n_block, num_keys, stride_ckv_p,
+                                                stride_ckv_s, stride_kpe_p, stride_kpe_s, PREFETCHED: tl.constexpr,
+                                                MASKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
     """Returns (unmasked scores of n_block in units of log2 [BLOCK_N, BLOCK_M], its packed codes, its tail or nothing),
     PREFETCHED or loaded here.
 
@@ -268,7 +268,7 @@ def compute_scores_and_packed_latents(prefetched_ckv, k_pe, group_scales, q_nope
     CHUNKS: tl.constexpr = cfg.CHUNKS
     # QK of the rotary part, if there is one
     s = tl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, tl.float32)
-    tail = ()
+    bf16_rope_tail = ()
     if cfg.PACKED_PE > 0:
         k_pe_block = k_pe
         if not PREFETCHED:
@@ -277,9 +277,9 @@ def compute_scores_and_packed_latents(prefetched_ckv, k_pe, group_scales, q_nope
             )
         s = accumulate_qk_of_key_tile(None, k_pe_block, q_pe, 0, cfg.PACK_PE, cfg.TWO_TERM_Q_PE, False, cfg)
         if cfg.TAIL > 0:
-            tail = k_pe_block
+            bf16_rope_tail = k_pe_block
     # QK of the latents
-    packed = ()
+    packed_latents = ()
     for i in tl.static_range(CHUNKS):
         if PREFETCHED:
             packed_chunk = prefetched_ckv[i]
@@ -287,7 +287,7 @@ def compute_scores_and_packed_latents(prefetched_ckv, k_pe, group_scales, q_nope
             packed_chunk = load_latent_chunk(
                 CKV, CKV_MAP, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, i, MASKED, cfg
             )
-        packed = packed + (packed_chunk,)
+        packed_latents = packed_latents + (packed_chunk,)
         if cfg.GROUP_SCALES:
             s += (
                 accumulate_qk_of_key_tile(
@@ -297,16 +297,16 @@ def compute_scores_and_packed_latents(prefetched_ckv, k_pe, group_scales, q_nope
             )
         else:
             s = accumulate_qk_of_key_tile(s, packed_chunk, q_nope, i * cfg.PACK, cfg.PACK, cfg.TWO_TERM_Q, True, cfg)
-    return s * score_scale[None, :], packed, tail
+    return s * score_scale[None, :], packed_latents, bf16_rope_tail
 
 
 @triton.jit
 def rescale_and_accumulate_pv(
-    acc_o, rescale, packed, tail, p, group_ratios, inv_scale, CKV, KPE, page_ids, n_block, num_keys, stride_ckv_p,
-    stride_ckv_s, stride_kpe_p, stride_kpe_s, MASKED: tl.constexpr, cfg: tl.constexpr,
+    acc_o, rescale, packed_latents, bf16_rope_tail, p, group_ratios, rope_tail_ratio, CKV, KPE, page_ids, n_block,
+    num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """Returns acc_o * rescale + Vᵀ P, p [BLOCK_N, BLOCK_M]. group_ratios: of each chunk's scale, or empty; tail: the
-    end of rows in bf16, if they have one, and inv_scale its ratio.
+    """Returns acc_o * rescale + Vᵀ P, p [BLOCK_N, BLOCK_M]. group_ratios: of each chunk's scale, or empty;
+    bf16_rope_tail: the end of rows, if they have one, and rope_tail_ratio its ratio.
 
     A MASKED block's V is loaded again chunk by chunk, without invalid rows (0 × NaN is NaN): kept since QK, it would
     cost registers in every iteration.
@@ -315,7 +315,7 @@ def rescale_and_accumulate_pv(
     PACK: tl.constexpr = cfg.PACK
     out = ()
     for i in tl.static_range(CHUNKS):
-        packed_chunk = packed[i]
+        packed_chunk = packed_latents[i]
         if MASKED:
             packed_chunk = load_packed_block(
                 CKV, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, cfg.CKV_STRIDE_UNIT, i * cfg.CHUNK,
@@ -328,17 +328,17 @@ def rescale_and_accumulate_pv(
         for j in tl.static_range(PACK):
             out = out + (tl.dot(v[j], scaled_p.to(v[j].dtype), acc=acc_o[i * cfg.PACK + j] * rescale[None, :]),)
     if cfg.TAIL > 0:
-        v_tail = tail
+        v_tail = bf16_rope_tail
         if MASKED:
             v_tail = load_k_pe_block(KPE, None, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, True, cfg)
-        scaled_p = p * inv_scale[:, None]
+        scaled_p = p * rope_tail_ratio[:, None]
         v_tail = tl.trans(v_tail)
         out = out + (tl.dot(v_tail, scaled_p.to(v_tail.dtype), acc=acc_o[CHUNKS * PACK] * rescale[None, :]),)
     return out
 
 
 @triton.jit
-def max_group_scale_reciprocal_and_ratios(group_scales, cfg: tl.constexpr):
+def per_key_max_scale_inverse_and_ratios(group_scales, cfg: tl.constexpr):
     """Returns (each token's largest group scale [BLOCK_N], its reciprocal, the ratios of its group scales to it)."""
     CHUNKS: tl.constexpr = cfg.CHUNKS
     max_scale = tl.full([cfg.BLOCK_N], MIN_SCALE, tl.float32)
@@ -352,10 +352,10 @@ def max_group_scale_reciprocal_and_ratios(group_scales, cfg: tl.constexpr):
 
 
 @triton.jit
-def apply_mask(s, page_ids, n_block, num_keys, num_q_rows, row_begin, cfg: tl.constexpr):
+def apply_mask(s, page_ids_or_listed_keys, n_block, num_keys, num_q_rows, row_begin, cfg: tl.constexpr):
     """Returns the scores of n_block with −inf where a query row does not see a key."""
     if cfg.LIST.LENGTH >= 0:
-        return tl.where(page_ids[VISIBLE][:, None], s, float("-inf"))
+        return tl.where(page_ids_or_listed_keys[VISIBLE][:, None], s, float("-inf"))
     else:
         o_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
         q_position = num_keys - num_q_rows + (row_begin + tl.arange(0, cfg.BLOCK_M)) // cfg.GROUP
@@ -364,15 +364,14 @@ def apply_mask(s, page_ids, n_block, num_keys, num_q_rows, row_begin, cfg: tl.co
 
 @triton.jit
 def softmax_and_pv_step(
-    s, packed, tail, group_scales, row_max, row_sum, acc_o, CKV, KPE, page_ids, n_block, num_keys, stride_ckv_p,
-    stride_ckv_s, stride_kpe_p, stride_kpe_s,
-    MASKED: tl.constexpr, cfg: tl.constexpr,
+    s, packed_latents, bf16_rope_tail, group_scales, row_max, row_sum, acc_o, CKV, KPE, page_ids, n_block, num_keys,
+    stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """Returns (row_max, row_sum, acc_o) after the scores of one key block: online softmax, rescale, PV."""
     group_ratios, inv_scale = (), row_max  # without group scales unused
     if cfg.GROUP_SCALES:
         # The token's largest scale joins the exponent, so that the P that multiplies codes lies in [0, 1].
-        max_scale, inv_scale, group_ratios = max_group_scale_reciprocal_and_ratios(group_scales, cfg)
+        max_scale, inv_scale, group_ratios = per_key_max_scale_inverse_and_ratios(group_scales, cfg)
         s += tl.log2(max_scale)[:, None]
     # Online softmax
     row_max_new = tl.maximum(row_max, tl.max(s, 0))
@@ -389,8 +388,8 @@ def softmax_and_pv_step(
         row_max_new,
         row_sum,
         rescale_and_accumulate_pv(
-            acc_o, rescale, packed, tail, p, group_ratios, inv_scale, CKV, KPE, page_ids, n_block, num_keys,
-            stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, MASKED, cfg,
+            acc_o, rescale, packed_latents, bf16_rope_tail, p, group_ratios, inv_scale, CKV, KPE, page_ids, n_block,
+            num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, MASKED, cfg,
         ),
     )  # fmt: skip
 
@@ -426,16 +425,15 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, score
     )
     prefetched_ckv, k_pe = (), ()
     if cfg.REGISTER_PREFETCH:
-        prefetched_ckv, k_pe = load_latent_and_k_pe(
+        prefetched_ckv, k_pe = load_latent_and_k_pe_by_pointers(
             CKV, KPE, page_ids, n_block_begin, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, cfg
         )
     # Unmasked key blocks: QK, prefetch, online softmax, PV
     for n_block in tl.range(n_block_begin, unmasked_end):
         next_page_ids = load_page_ids_or_listed_keys(key_source, n_block + 1, num_keys, cfg)
-        s, packed, tail = compute_scores_and_packed_latents(
-            prefetched_ckv, k_pe, group_scales, q_nope, q_pe, score_scale, CKV,
-        KPE, CKV_MAP, KPE_MAP, page_ids, n_block,
-            num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, cfg.REGISTER_PREFETCH,
+        s, packed_latents, bf16_rope_tail = compute_scores_packed_latents_and_rope_tail(
+            prefetched_ckv, k_pe, group_scales, q_nope, q_pe, score_scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids,
+            n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, cfg.REGISTER_PREFETCH,
             cfg.LIST.LENGTH >= 0, cfg,
         )  # fmt: skip
         if cfg.LIST.LENGTH >= 0:
@@ -444,13 +442,13 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, score
             SCALES, next_page_ids, n_block + 1, num_keys, stride_scales_p, stride_scales_s, cfg
         )
         if cfg.REGISTER_PREFETCH:
-            prefetched_ckv, k_pe = load_latent_and_k_pe(
+            prefetched_ckv, k_pe = load_latent_and_k_pe_by_pointers(
                 CKV, KPE, next_page_ids, n_block + 1, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s,
                 cfg,
             )  # fmt: skip
         row_max, row_sum, acc_o = softmax_and_pv_step(
-            s, packed, tail, group_scales, row_max, row_sum, acc_o, CKV, KPE, page_ids, n_block, num_keys, stride_ckv_p,
-            stride_ckv_s, stride_kpe_p, stride_kpe_s, False, cfg,
+            s, packed_latents, bf16_rope_tail, group_scales, row_max, row_sum, acc_o, CKV, KPE, page_ids, n_block,
+            num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, False, cfg,
         )  # fmt: skip
         page_ids, group_scales = next_page_ids, next_group_scales
     # Masked key blocks, unpipelined: QK, mask, online softmax, PV
@@ -460,14 +458,14 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, score
             group_scales_here = load_group_scale_vectors(
                 SCALES, page_ids_here, n_block, num_keys, stride_scales_p, stride_scales_s, cfg
             )
-            s, packed, tail = compute_scores_and_packed_latents(
+            s, packed_latents, bf16_rope_tail = compute_scores_packed_latents_and_rope_tail(
                 (), (), group_scales_here, q_nope, q_pe, score_scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids_here,
                 n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, False, True, cfg,
             )  # fmt: skip
             s = apply_mask(s, page_ids_here, n_block, num_keys, num_q_rows, row_begin, cfg)
             row_max, row_sum, acc_o = softmax_and_pv_step(
-                s, packed, tail, group_scales_here, row_max, row_sum, acc_o, CKV, KPE, page_ids_here, n_block, num_keys,
-                stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, True, cfg,
+                s, packed_latents, bf16_rope_tail, group_scales_here, row_max, row_sum, acc_o, CKV, KPE, page_ids_here,
+                n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, True, cfg,
             )  # fmt: skip
     return row_max, tl.sum(row_sum, 0), acc_o
 
@@ -519,7 +517,7 @@ def store_partial(SPLIT_WORKSPACE, partial_slot, row_max, row_sum, acc_o, m_row,
 
 
 @triton.jit
-def mla_decode_kernel(
+def stream_k_mla_decode_kernel(
     Q_NOPE, Q_PE, CKV, KPE, CKV_MAP, KPE_MAP, SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, INDICES, INDEX_LENS,
     LIST_SEQ_LENS, LIST_CU_SEQLENS_Q, SINKS, OUT, LSE, MAX_LOGITS, SPLIT_WORKSPACE,
     softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
@@ -572,7 +570,7 @@ def mla_decode_kernel(
             )
             # Load Q
             tokens, heads, m_row = token_and_head_of_q_rows(m_block, h, request.q_begin, request.num_q_rows, cfg)
-            q_nope, q_pe, q_scale = load_transposed_query_tiles_and_q_scale(
+            q_nope, q_pe, q_scale = load_transposed_16bit_q_tiles_and_q_scale(
                 Q_NOPE, Q_PE, tokens, heads, m_row, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h, cfg
             )
             # Main loop

@@ -110,7 +110,7 @@ def configure(
 
 
 def combine_then_project_launches(
-    f: SimpleNamespace, sub_facts: SubOpFacts, config: Any, combine_launches: list[KernelLaunch]
+    f: SimpleNamespace, sub_facts: SubOpFacts, decode_config: Any, combine_launches: list[KernelLaunch]
 ) -> list[KernelLaunch]:
     choice = mla_project.choose_projection_config(sub_facts.output_projection)
     return [

@@ -25,7 +25,8 @@ from ..parts.token_rows import pdl_wait_and_launch
 
 @triton.jit(do_not_specialize=["T", "B", "max_pages"])
 def rope_store_project_kernel(
-    Q, Q_PE, Q_NOPE, SEQ_LENS, W, W_SCALE, KV_C, K_PE, CKV, KPE, SCALES, PAGE_TABLE, CACHE_LENS, CU_SEQLENS_Q,
+    Q, Q_PE_OUT, Q_NOPE_OUT, SEQ_LENS_OUT, W, W_SCALE, KV_C, K_PE, CKV, KPE, SCALES, PAGE_TABLE, CACHE_LENS,
+    CU_SEQLENS_Q,
     FREQS_CIS, NORM_GAMMA, KV_SCALE,
     kv_scale, epsilon, T, B, H, max_pages, num_pages, max_pos, stride_qt, stride_qh, stride_wh, stride_wn, stride_vh,
     stride_vn,
@@ -44,11 +45,11 @@ def rope_store_project_kernel(
     if i_program <= T * programs_per_token:
         pdl_wait_and_launch(USE_PDL)
         if i_program == T * programs_per_token:
-            store_seq_lens(SEQ_LENS, CACHE_LENS, CU_SEQLENS_Q, B, TOKENS_PER_REQUEST, BLOCK_B)
+            store_seq_lens(SEQ_LENS_OUT, CACHE_LENS, CU_SEQLENS_Q, B, TOKENS_PER_REQUEST, BLOCK_B)
         else:
             store_latent_or_rope_heads(
                 (i_program // programs_per_token).to(tl.int64), i_program % programs_per_token - 1, H,
-                (Q, stride_qt, stride_qh), (Q_PE, H * R, R),
+                (Q, stride_qt, stride_qh), (Q_PE_OUT, H * R, R),
                 (KV_C, K_PE, stride_c, stride_pe),
                 (CKV, KPE, SCALES, stride_cp, stride_cs, stride_kp, stride_ks, stride_sp, stride_ss),
                 (NORM_GAMMA, epsilon, KV_SCALE, kv_scale),
@@ -66,8 +67,8 @@ def rope_store_project_kernel(
         )  # fmt: skip
         project_head(
             (Q, stride_qt, stride_qh), (W, stride_wh, stride_wn, W_SCALE, stride_vh, stride_vn),
-            (Q_NOPE, H * L, L), h, i_column_block * BLOCK_N, i_row_block * BLOCK_M, T, L, DN, BLOCK_M, BLOCK_N, SWAP_AB,
-            PREFETCH_GROUPS, NATIVE_FP8_MMA,
+            (Q_NOPE_OUT, H * L, L), h, i_column_block * BLOCK_N, i_row_block * BLOCK_M, T, L, DN, BLOCK_M, BLOCK_N,
+            SWAP_AB, PREFETCH_GROUPS, NATIVE_FP8_MMA,
             NATIVE_FP8_CAST, USE_PDL,
         )  # fmt: skip
 
@@ -77,7 +78,9 @@ def make_rope_store_project_launch(f: SimpleNamespace, projection: ProjectionCon
     tokens, heads, dq = f.q.shape
     rank, rope, tile = f.ckv.shape[-1], f.kpe.shape[-1], projection.tile
     block_h, columns = min(MAX_HEADS_PER_PROGRAM, next_power_of_2(heads)), -(-rank // tile.block_n)
-    tensors = tensor_args(BYTES, Q_PE="Q_PE", Q_NOPE="Q_NOPE", SEQ_LENS="SEQ_LENS", W="w_uk", W_SCALE="w_uk_scale")
+    tensors = tensor_args(
+        BYTES, Q_PE_OUT="Q_PE", Q_NOPE_OUT="Q_NOPE", SEQ_LENS_OUT="SEQ_LENS", W="w_uk", W_SCALE="w_uk_scale"
+    )
     arguments = latent_append_and_rope_args(f) | tensors | projection_constants(projection) | {
         "T": tokens, **stride_args(f.w_uk, stride_w="hn"), **stride_args(f.w_uk_scale, stride_v="hn"),
         "TOKENS_PER_REQUEST": 0 if f.cu_seqlens_q is not None else f.max_q_len, "DN": dq - rope, "BLOCK_H": block_h,

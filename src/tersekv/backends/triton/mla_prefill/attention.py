@@ -91,7 +91,7 @@ def mainloop(
 
 
 @triton.jit
-def work_tile_of_program(num_m_blocks, H, heads_per_l2_group):
+def request_head_and_m_block_of_program(num_m_blocks, H, heads_per_l2_group):
     """Returns (request, head, m_block) of this program: late blocks first, within groups of heads."""
     i_program = tl.program_id(0)
     i_request = i_program // (num_m_blocks * H)
@@ -112,7 +112,7 @@ def attention_kernel(
     MERGE_PREVIOUS_CHUNK: tl.constexpr, STORE_RESIDUAL: tl.constexpr, STORE_LSE: tl.constexpr,
 ):  # fmt: skip
     """Attends one m_block of one head to one chunk. See the module's docstring."""
-    i_request, head, m_block = work_tile_of_program(num_m_blocks, H, heads_per_l2_group)
+    i_request, head, m_block = request_head_and_m_block_of_program(num_m_blocks, H, heads_per_l2_group)
     q_begin = tl.load(CU_SEQLENS_Q + i_request).to(tl.int64)
     num_queries = (tl.load(CU_SEQLENS_Q + i_request + 1).to(tl.int64) - q_begin).to(tl.int32)
     m_start = m_block * BLOCK_M

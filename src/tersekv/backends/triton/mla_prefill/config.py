@@ -1,8 +1,8 @@
 """Tile configuration of MLA prefill, from facts. Nothing is timed at run time.
 
-`tile_candidates` lists what is worth measuring on a chip; `choose_mla_prefill_config` picks the first. Entries of sm_90
-for heads of up to 128 dims and for fp8 are ordered by time on an H200; the others by registers, shared memory and
-instructions of the compiled kernels.
+`attention_and_gemm_tile_candidates` lists what is worth measuring on a chip; `choose_mla_prefill_config` picks the
+first. Entries of sm_90 for heads of up to 128 dims and for fp8 are ordered by time on an H200; the others by registers,
+shared memory and instructions of the compiled kernels.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _GEMM_TILES_16_BIT = {
 _SHARED_MEMORY_BYTES = {90: 227 << 10, 80: 163 << 10, 89: 99 << 10, 0: 1 << 20}  # bytes of a block
 
 
-def tile_candidates(f: SimpleNamespace) -> tuple[list[AttentionTile], list[GemmTile]]:
+def attention_and_gemm_tile_candidates(f: SimpleNamespace) -> tuple[list[AttentionTile], list[GemmTile]]:
     """Returns what can be measured for these facts, best guess first."""
     arch, table_arch = f.arch or 0, _arch_of_table(f.arch or 0)
     dim_v, rope, rank = f.out.shape[2], f.kpe.shape[-1], f.ckv.shape[-1]
@@ -101,7 +101,7 @@ def tile_candidates(f: SimpleNamespace) -> tuple[list[AttentionTile], list[GemmT
 
 
 def choose_mla_prefill_config(f: SimpleNamespace) -> MLAPrefillConfig:
-    attention, products = tile_candidates(f)
+    attention, products = attention_and_gemm_tile_candidates(f)
     return MLAPrefillConfig(attention[0], products[0], not emulates_e4m3(f), has_exact_fp8_cast(f))
 
 

@@ -66,9 +66,9 @@ def quantize_latent_codes_and_group_scales(latent, L_PAD: tl.constexpr, NATIVE_F
 
 
 @triton.jit(do_not_specialize=["B", "max_pages"])
-def gather_latents_kernel(
-    CKV, KPE, SCALES, PAGE_TABLE, CHUNK_ROW_OFFSETS, CACHE_OFFSETS, CODES_OUT, SCALES_OUT, K_PE_OUT, KV_SCALE, kv_scale,
-    B, max_pages, num_pages,
+def gather_and_requantize_latents_kernel(
+    CKV, KPE, SCALES, PAGE_TABLE, CHUNK_ROW_OFFSETS, CACHE_OFFSETS, LATENTS_OUT, SCALES_OUT, K_PE_OUT, KV_SCALE,
+    kv_scale, B, max_pages, num_pages,
     stride_cp, stride_cs, stride_kp, stride_ks, stride_sp, stride_ss, stride_table, stride_scales_out,
     PAGE: tl.constexpr, L: tl.constexpr, R: tl.constexpr, L_PAD: tl.constexpr, R_PAD: tl.constexpr,
     STORAGE_KIND: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr,
@@ -100,9 +100,9 @@ def gather_latents_kernel(
         codes, scale = quantize_latent_codes_and_group_scales(latent, L_PAD, NATIVE_FP8_CAST)
         o_g = tl.arange(0, L_PAD // GROUP)
         tl.store(SCALES_OUT + o_g.to(tl.int64) * stride_scales_out + i_row, scale, mask=o_g < L // GROUP)
-        tl.store(CODES_OUT + i_row * L + o_l, codes, mask=o_l < L)
+        tl.store(LATENTS_OUT + i_row * L + o_l, codes, mask=o_l < L)
     else:
-        tl.store(CODES_OUT + i_row * L + o_l, latent.to(CODES_OUT.dtype.element_ty), mask=o_l < L)
+        tl.store(LATENTS_OUT + i_row * L + o_l, latent.to(LATENTS_OUT.dtype.element_ty), mask=o_l < L)
 
     # Rotary part
     k_pe = tl.load(KPE + page * stride_kp + page_slot * stride_ks + o_r, mask=valid & (o_r < R), other=0)
@@ -138,10 +138,12 @@ def make_gather_launch(
     f: SimpleNamespace, i_chunk: int, num_rows: int, max_rows: int, native_casts: bool
 ) -> KernelLaunch:
     """Returns the launch for a chunk of `num_rows` rows, in buffers for `max_rows`."""
-    arguments = latent_cache_args(f) | chunk_offset_args(i_chunk) | tensor_args(BYTES, CODES_OUT="CODES",
+    arguments = latent_cache_args(f) | chunk_offset_args(i_chunk) | tensor_args(BYTES, LATENTS_OUT="CODES",
                                                                               SCALES_OUT="SCALES", K_PE_OUT="K_PE") | {
         "stride_scales_out": max_rows if f.kv_b_proj_scale is not None else 0,
         "STORAGE_KIND": k_pe_storage_kind(f.format),
         "NATIVE_FP8_CAST": native_casts,
     }  # fmt: skip
-    return KernelLaunch(gather_latents_kernel, (num_rows,), arguments, num_warps=1, enable_fp_fusion=False)
+    return KernelLaunch(
+        gather_and_requantize_latents_kernel, (num_rows,), arguments, num_warps=1, enable_fp_fusion=False
+    )

@@ -37,7 +37,7 @@ def store_empty_output(
 
 @triton.jit(do_not_specialize=["B", "max_pages"])
 def rope_norm_store_kernel(
-    Q, Q_PE, SEQ_LENS, KV_C, K_PE, CKV, KPE, SCALES, OUT, LSE, PAGE_TABLE, CACHE_LENS, CU_SEQLENS_Q, FREQS_CIS,
+    Q, Q_PE_OUT, SEQ_LENS_OUT, KV_C, K_PE, CKV, KPE, SCALES, OUT, LSE, PAGE_TABLE, CACHE_LENS, CU_SEQLENS_Q, FREQS_CIS,
     NORM_GAMMA, KV_SCALE, kv_scale,
     epsilon, B, H, max_pages, num_pages, max_pos, stride_qt, stride_qh, stride_rt, stride_rh, stride_c, stride_pe,
     stride_cp,
@@ -50,17 +50,17 @@ def rope_norm_store_kernel(
 ):  # fmt: skip
     """Program (t, 0) stores the latent row of token t; program (t, 1 + i) rotates the i-th block of its heads.
 
-    STORE_EMPTY_OUTPUTS: no attention follows, so that all outputs are 0 and LSEs −inf, as for rows of no request. Q_PE:
-    output of rotated parts, None for in place; SEQ_LENS: output of the requests' lengths, or None.
+    STORE_EMPTY_OUTPUTS: no attention follows, so that all outputs are 0 and LSEs −inf, as for rows of no request.
+    Q_PE_OUT: rotated parts, None for in place; SEQ_LENS_OUT: the requests' lengths, or None.
     """
     pdl_wait_and_launch(USE_PDL)
     t, i_head_block = tl.program_id(0).to(tl.int64), tl.program_id(1) - 1
-    if SEQ_LENS is not None:  # noqa: SIM102 - known to the compiler, unlike the other
+    if SEQ_LENS_OUT is not None:  # noqa: SIM102 - known to the compiler, unlike the other
         if t + tl.program_id(1) == 0:
-            store_seq_lens(SEQ_LENS, CACHE_LENS, CU_SEQLENS_Q, B, 0, BLOCK_B)
+            store_seq_lens(SEQ_LENS_OUT, CACHE_LENS, CU_SEQLENS_Q, B, 0, BLOCK_B)
     valid = store_latent_or_rope_heads(
-        t, i_head_block, H, (Q, stride_qt, stride_qh), (Q_PE, stride_rt, stride_rh), (KV_C, K_PE, stride_c, stride_pe),
-        (CKV, KPE, SCALES, stride_cp, stride_cs, stride_kp, stride_ks, stride_sp, stride_ss),
+        t, i_head_block, H, (Q, stride_qt, stride_qh), (Q_PE_OUT, stride_rt, stride_rh), (KV_C, K_PE, stride_c,
+        stride_pe), (CKV, KPE, SCALES, stride_cp, stride_cs, stride_kp, stride_ks, stride_sp, stride_ss),
         (NORM_GAMMA, epsilon, KV_SCALE, kv_scale),
         (PAGE_TABLE, CACHE_LENS, CU_SEQLENS_Q, FREQS_CIS, B, max_pages, num_pages, max_pos, stride_table,
          stride_freqs_cis),
@@ -92,8 +92,8 @@ def make_rope_norm_store_launch(
     """
     num_tokens, num_heads = f.q.shape[:2]
     block_h = min(MAX_HEADS_PER_PROGRAM, next_power_of_2(max(num_heads, 1)))
-    arguments = latent_append_and_rope_args(f) | empty_output_args(f) | tensor_args(BYTES, Q_PE="q_pe_out",
-                                                                           SEQ_LENS="seq_lens_out") | {
+    arguments = latent_append_and_rope_args(f) | empty_output_args(f) | tensor_args(BYTES, Q_PE_OUT="q_pe_out",
+                                                                           SEQ_LENS_OUT="seq_lens_out") | {
         **stride_args(f.q_pe_out, stride_r="th"), "BLOCK_H": block_h, "NATIVE_FP8_CAST": native_casts,
         "STORE_EMPTY_OUTPUTS": store_empty_outputs,
         "BLOCK_B": REQUESTS_PER_STEP if rope_queries else 0, "USE_PDL": use_pdl,

@@ -41,16 +41,16 @@ def load_q_begin(CU_SEQLENS_Q, i_request, m_request):
 
 
 @triton.jit
-def find_request_and_m_block_in_request(CU_SEQLENS_Q, B, m_block, cfg: tl.constexpr):
-    """Returns (request of an m_block, m_block in the request)."""
+def find_request_and_m_block_maybe_empty(CU_SEQLENS_Q, B, i_work_tile, cfg: tl.constexpr):
+    """Returns (request, m_block) of work tile i_work_tile; past the rows of the request the m_block is empty."""
     i_request, first_block = -1, 0
     for i in range(0, B, cfg.BLOCK_B):
         o_b = i + tl.arange(0, cfg.BLOCK_B)
         first_index = load_q_begin(CU_SEQLENS_Q, o_b, o_b < B) * cfg.GROUP // cfg.BLOCK_M + o_b
-        is_before = (first_index <= m_block) & (o_b < B)
+        is_before = (first_index <= i_work_tile) & (o_b < B)
         i_request += tl.sum(is_before.to(tl.int32))
         first_block = tl.maximum(first_block, tl.max(tl.where(is_before, first_index, 0)).to(tl.int32))
-    return i_request, m_block - first_block
+    return i_request, i_work_tile - first_block
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def partial_row_offsets(i_tile, i_split, num_splits, h, i_row, cfg: tl.constexpr
 
 
 @triton.jit
-def attend_to_splits(
+def attend_and_combine_splits_in_order(
     q, k_source, v_source, p_page_ids, key_range, split_begin, split_end, q_position, h, score_scale, softcap, rotation,
     cfg: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +159,7 @@ def prefill_kernel(
     # Tile scheduler: the KV head, request and rows of this program
     h = i_program % cfg.HEADS
     i_tile = (num_programs - 1 - i_program) // cfg.HEADS
-    i_request, m_block = find_request_and_m_block_in_request(CU_SEQLENS_Q, B, i_tile, cfg)
+    i_request, m_block = find_request_and_m_block_maybe_empty(CU_SEQLENS_Q, B, i_tile, cfg)
     q_begin = load_q_begin(CU_SEQLENS_Q, i_request, True)
     num_q_rows = (load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin).to(tl.int32)
     row_begin = m_block * cfg.BLOCK_M
@@ -202,7 +202,7 @@ def prefill_kernel(
             if SPLIT_WORKSPACE is not None:
                 i_split = split_begin + tl.program_id(1)
                 split_begin, split_end = i_split, tl.minimum(split_end, i_split + 1)
-            row_max, row_sum, acc_o = attend_to_splits(
+            row_max, row_sum, acc_o = attend_and_combine_splits_in_order(
                 q, keys, values, p_page_ids, key_range, split_begin, split_end, first_new_position + o_i, h, scale,
                 softcap, rotation, cfg,
             )  # fmt: skip
@@ -271,11 +271,12 @@ def combine_in_order_kernel(
     SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE, v_scale, V_SCALE, out_scale, OUT_SCALE, B, num_splits,
     stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg: tl.constexpr,
 ):  # fmt: skip
-    """Combines the splits of one query row, as `attend_to_splits` does. num_splits: of the workspace."""
+    """Combines the splits of one query row, as `attend_and_combine_splits_in_order` does. num_splits: of the
+    workspace."""
     # Tile scheduler: the row, and the splits that the programs of its m_block made
     COLUMNS: tl.constexpr = cfg.PACK * cfg.BLOCK_DV
     i_tile, h = tl.program_id(0) // cfg.HEADS, tl.program_id(0) % cfg.HEADS
-    i_request, m_block = find_request_and_m_block_in_request(CU_SEQLENS_Q, B, i_tile, cfg)
+    i_request, m_block = find_request_and_m_block_maybe_empty(CU_SEQLENS_Q, B, i_tile, cfg)
     q_begin = load_q_begin(CU_SEQLENS_Q, i_request, True)
     num_q_rows = (load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin).to(tl.int32)
     i_row_in_block = tl.program_id(1) + tl.arange(0, 1)

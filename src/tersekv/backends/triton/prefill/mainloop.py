@@ -122,7 +122,7 @@ def to_query_tiles_and_score_scale(x, cfg: tl.constexpr):
 
 
 @triton.jit
-def kv_row_offsets(
+def kv_row_offsets_in_elements(
     source: StridedRows, page_ids, n_block, h, IS_NEW_KV: tl.constexpr, STRIDE_UNIT: tl.constexpr, cfg: tl.constexpr
 ):
     """Returns offsets [BLOCK_N] of head h's rows in key block n_block; strides in pages count STRIDE_UNIT elements."""
@@ -144,7 +144,11 @@ def load_kv_block(source: StridedRows, page_ids, n_block, valid, h, PACKED_COLUM
     """Loads packed codes [BLOCK_N, PACKED_COLUMNS_PAD] of key block n_block; 0 for invalid keys, which only a MASKED
     block has."""
     o_d = tl.arange(0, PACKED_COLUMNS_PAD)
-    p_x = source.ptr + kv_row_offsets(source, page_ids, n_block, h, IS_NEW_KV, STRIDE_UNIT, cfg)[:, None] + o_d[None, :]
+    p_x = (
+        source.ptr
+        + kv_row_offsets_in_elements(source, page_ids, n_block, h, IS_NEW_KV, STRIDE_UNIT, cfg)[:, None]
+        + o_d[None, :]
+    )
     if MASKED:
         return tl.load(p_x, mask=valid[:, None] & (o_d < PACKED_COLUMNS)[None, :], other=0.0)
     elif PACKED_COLUMNS_PAD == PACKED_COLUMNS:
@@ -162,7 +166,7 @@ def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, PACKED_C
     if IS_NEW_KV:
         return ()
     elif row_format.TOKEN_SCALES:
-        p_row = operand.scales.ptr + kv_row_offsets(
+        p_row = operand.scales.ptr + kv_row_offsets_in_elements(
             operand.scales, page_ids, n_block, h, IS_NEW_KV, row_format.SCALE_STRIDE_UNIT, cfg
         )
         # NOTE: in as many copies as there are threads. Fewer numbers Triton would load in the layout of their use, each
