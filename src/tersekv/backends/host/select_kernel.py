@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 _MAX_DECODE_ROWS, _MIN_MEAN_ROWS = 64, 32
 
 
-def select_kernel(
+def select_attention_module_and_why_not(
     f: SimpleNamespace, decode_module: ModuleType, prefill_module: ModuleType
 ) -> tuple[ModuleType, str | None]:
     """Returns the module that runs these facts, and why it cannot (None: it can).
