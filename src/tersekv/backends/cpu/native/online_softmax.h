@@ -44,16 +44,16 @@ struct SoftmaxState {
     float top, total;  // row_max × log2(e), row_sum
 };
 
-// Turns scores s [padded] into P against the new row_max, in place. Returns the rescale of older acc_o.
-inline float online_softmax_step(float* scores, int64_t padded_keys, SoftmaxState& state) {
+// Turns scores_times_log2e s [padded] into P against the new row_max, in place. Returns the rescale of older acc_o.
+inline float online_softmax_step(float* scores_times_log2e, int64_t padded_keys, SoftmaxState& state) {
     VecF most = broadcast(state.top);
-    for (int64_t t = 0; t < padded_keys; t += W) most = max_nan_last(load<VecF>(scores + t), most);
+    for (int64_t t = 0; t < padded_keys; t += W) most = max_nan_last(load<VecF>(scores_times_log2e + t), most);
     float top = reduce_max(most);
     VecF base = broadcast(top == NEGATIVE_INFINITY ? 0.0f : top);  // all masked so far: −inf − −inf would be NaN
     VecF total = {};
     for (int64_t t = 0; t < padded_keys; t += W) {
-        VecF p = exp2(load<VecF>(scores + t) - base);
-        store(scores + t, p);
+        VecF p = exp2(load<VecF>(scores_times_log2e + t) - base);
+        store(scores_times_log2e + t, p);
         total += p;
     }
     float old = 1.0f;
@@ -64,7 +64,7 @@ inline float online_softmax_step(float* scores, int64_t padded_keys, SoftmaxStat
 }
 
 // cap × tanh(s / cap) × log2(e)
-inline void apply_softcap(float* scores, int64_t padded_keys, float softcap) {
+inline void apply_softcap_times_log2e(float* scores, int64_t padded_keys, float softcap) {
     for (int64_t t = 0; t < padded_keys; t += W) {
         VecF score = load<VecF>(scores + t), x = score / softcap, a = (VecF)((VecI)x & 0x7FFFFFFF);
         VecF e = exp2(a * (-2 * LOG2E)), y = (1.0f - e) / (1.0f + e);

@@ -196,10 +196,10 @@ inline void pack_values(Fp32Packing, int64_t dtype, const Rows& rows, int64_t co
 }
 
 // Loads scale g of token t to out[g * BLOCK_N + t]; the last token is repeated.
-inline void load_scales(int64_t dtype, const Rows& rows, int64_t count, float* out) {
-    if (dtype == E4M3) return unpack_keys_fp32<E4M3>(rows, count, reinterpret_cast<uint32_t*>(out));
-    if (dtype == E8M0) return unpack_keys_fp32<E8M0>(rows, count, reinterpret_cast<uint32_t*>(out));
-    for (int64_t g = 0; g < count; g++, out += BLOCK_N) {
+inline void load_and_transpose_scales(int64_t dtype, const Rows& rows, int64_t scales_per_row, float* out) {
+    if (dtype == E4M3) return unpack_keys_fp32<E4M3>(rows, scales_per_row, reinterpret_cast<uint32_t*>(out));
+    if (dtype == E8M0) return unpack_keys_fp32<E8M0>(rows, scales_per_row, reinterpret_cast<uint32_t*>(out));
+    for (int64_t g = 0; g < scales_per_row; g++, out += BLOCK_N) {
         for (int64_t t = 0; t < rows.count; t++) out[t] = load<float>(rows.of(t) + 4 * g);
         for (int64_t t = rows.count; t < round_up(rows.count, W); t++) out[t] = out[rows.count - 1];
     }
