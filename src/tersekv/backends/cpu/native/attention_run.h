@@ -37,6 +37,7 @@ struct AttentionRun {
     int64_t* first_split;
     float* states;
     int64_t split_floats;
+    double work_of_split;  // work that a split should have
     size_t tile_bytes;
     bool no_memory;
 
@@ -79,7 +80,7 @@ private:
 
     // Calls f(items) with the unsplit items of each m_block, one a set; one without keys only if none has any.
     template <class F>
-    void for_each_m_block(F f) {
+    void for_each_m_block(F f) const {
         for (int64_t b = 0; b < num_requests; b++)
             for (int64_t i = 0; i < num_m_blocks(requests[b]); i++) {
                 WorkItem of_sets[2];
@@ -104,50 +105,65 @@ private:
         const StridedTensor& values = c.sets[0].values[0].codes;
         bool beside = c.heads == 1 || values.strides[2] <= values.strides[1];
         item_heads = beside && c.heads * max_rows <= MAX_BLOCK_M ? c.heads : 1;
+        double total = total_work(), wanted = total / (has_team() ? WORTH_A_TEAM : WORTH_A_THREAD);
+        worth = wanted < threads - 1 ? static_cast<int64_t>(wanted) + 1 : threads;
+        work_of_split = worth > 1 ? total / (worth * ITEMS_PER_THREAD) : total;
+        num_items = num_splits_total = num_combines = 0;
+        for_each_m_block([&](const WorkItem* of_sets, int64_t n) { count_items_of_m_block(of_sets, n); });
+        if (!allocate_items_and_states()) return report.fault = NO_MEMORY, false;
+        num_items = num_splits_total = num_combines = 0;
+        for_each_m_block([&](const WorkItem* of_sets, int64_t n) { append_items_of_m_block(of_sets, n); });
+        return true;
+    }
+
+    double total_work() const {
         double total = 0;
         for_each_m_block([&](const WorkItem* of_sets, int64_t n) {
             for (int64_t i = 0; i < n; i++) total += work_of_item(of_sets[i]) * num_head_sets(of_sets[i]);
         });
-        double wanted = total / (has_team() ? WORTH_A_TEAM : WORTH_A_THREAD);
-        worth = wanted < threads - 1 ? static_cast<int64_t>(wanted) + 1 : threads;
-        double share = worth > 1 ? total / (worth * ITEMS_PER_THREAD) : total;
-        auto num_splits = [&](const WorkItem& item) {
-            int64_t keys = item.end - item.begin, most = keys / MIN_SPLIT_KEYS;
-            if (c.batch_invariant) return keys > 0 ? (keys + BATCH_INVARIANT_SPLIT_KEYS - 1) / BATCH_INVARIANT_SPLIT_KEYS : 1;
-            int64_t n = static_cast<int64_t>(work_of_item(item) / (share > 1 ? share : 1) + 0.5);
-            n = n < most ? n : most;
-            return n > 1 ? n : 1;
-        };
-        num_items = num_splits_total = num_combines = 0;
-        for_each_m_block([&](const WorkItem* of_sets, int64_t n) {
-            int64_t splits = 0, head_sets = num_head_sets(of_sets[0]);
-            for (int64_t i = 0; i < n; i++) splits += num_splits(of_sets[i]);
-            num_items += splits * head_sets;
-            if (splits > 1) num_splits_total += splits * head_sets, num_combines += head_sets;
-        });
-        if (!allocate_items_and_states()) return report.fault = NO_MEMORY, false;
-        int64_t index = 0, split = 0, combine = 0;
-        for_each_m_block([&](const WorkItem* of_sets, int64_t n) {
-            int64_t splits = 0, head = requests[of_sets[0].request].head;
-            for (int64_t i = 0; i < n; i++) splits += num_splits(of_sets[i]);
-            for (int64_t h = 0; h < num_head_sets(of_sets[0]); h++, head += of_sets[0].heads) {
-                if (splits > 1) first_split[combine] = split, remaining[combine] = splits;
-                for (int64_t i = 0; i < n; i++) {
-                    WorkItem item = of_sets[i];
-                    int64_t begin = item.begin, end = item.end, parts = num_splits(item);
-                    int64_t length = c.prefill_invariant ? BATCH_INVARIANT_SPLIT_KEYS : round_up((end - begin + parts - 1) / parts, BLOCK_N);
-                    item.head = head, item.combine = combine;
-                    for (int64_t p = 0; p < parts; p++) {
-                        item.begin = begin + p * length < end ? begin + p * length : end;
-                        item.end = item.begin + length < end ? item.begin + length : end;
-                        item.state = splits > 1 ? split++ : -1;
-                        items[index++] = item;
-                    }
+        return total;
+    }
+
+    int64_t num_splits(const WorkItem& item) const {
+        int64_t keys = item.end - item.begin, most = keys / MIN_SPLIT_KEYS;
+        if (c.batch_invariant) return keys > 0 ? (keys + BATCH_INVARIANT_SPLIT_KEYS - 1) / BATCH_INVARIANT_SPLIT_KEYS : 1;
+        int64_t n = static_cast<int64_t>(work_of_item(item) / (work_of_split > 1 ? work_of_split : 1) + 0.5);
+        n = n < most ? n : most;
+        return n > 1 ? n : 1;
+    }
+
+    int64_t num_splits_of_m_block(const WorkItem* items_by_set, int64_t num_sets) const {
+        int64_t splits = 0;
+        for (int64_t i = 0; i < num_sets; i++) splits += num_splits(items_by_set[i]);
+        return splits;
+    }
+
+    // Adds the items, splits and combines of an m_block to their counts.
+    void count_items_of_m_block(const WorkItem* items_by_set, int64_t num_sets) {
+        int64_t splits = num_splits_of_m_block(items_by_set, num_sets), head_sets = num_head_sets(items_by_set[0]);
+        num_items += splits * head_sets;
+        if (splits > 1) num_splits_total += splits * head_sets, num_combines += head_sets;
+    }
+
+    // Appends the items of an m_block, divided by heads and split by keys, and counts them again.
+    void append_items_of_m_block(const WorkItem* items_by_set, int64_t num_sets) {
+        int64_t splits = num_splits_of_m_block(items_by_set, num_sets), head = requests[items_by_set[0].request].head;
+        for (int64_t h = 0; h < num_head_sets(items_by_set[0]); h++, head += items_by_set[0].heads) {
+            if (splits > 1) first_split[num_combines] = num_splits_total, remaining[num_combines] = splits;
+            for (int64_t i = 0; i < num_sets; i++) {
+                WorkItem item = items_by_set[i];
+                int64_t begin = item.begin, end = item.end, parts = num_splits(item);
+                int64_t length = c.prefill_invariant ? BATCH_INVARIANT_SPLIT_KEYS : round_up((end - begin + parts - 1) / parts, BLOCK_N);
+                item.head = head, item.combine = num_combines;
+                for (int64_t p = 0; p < parts; p++) {
+                    item.begin = begin + p * length < end ? begin + p * length : end;
+                    item.end = item.begin + length < end ? item.begin + length : end;
+                    item.state = splits > 1 ? num_splits_total++ : -1;
+                    items[num_items++] = item;
                 }
-                if (splits > 1) combine++;
             }
-        });
-        return true;
+            if (splits > 1) num_combines++;
+        }
     }
 
     // Returns how many items a request's heads are divided into.

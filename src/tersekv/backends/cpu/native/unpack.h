@@ -65,12 +65,12 @@ inline VecF decode_e8m0(VecI x) {
 
 #if defined(__AVX512F__)
 
-// Decodes sixteen codes in the lowest bytes.
+// Decodes sixteen codes, packed in the lowest bytes.
 template <int64_t DTYPE>
-inline VecF decode_vector_to_fp32(__m256i codes_in_lowest_bytes) {
-    if (DTYPE == BF16) return (VecF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(codes_in_lowest_bytes), 16);
-    if (DTYPE == F16) return (VecF)_mm512_cvtph_ps(codes_in_lowest_bytes);
-    __m128i codes = _mm256_castsi256_si128(codes_in_lowest_bytes);
+inline VecF decode_16_packed_codes_to_fp32(__m256i packed_codes) {
+    if (DTYPE == BF16) return (VecF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(packed_codes), 16);
+    if (DTYPE == F16) return (VecF)_mm512_cvtph_ps(packed_codes);
+    __m128i codes = _mm256_castsi256_si128(packed_codes);
     if (is_4_bit(DTYPE)) {
         // Eight bytes, one per quadword; each half gets its nibble in its lowest bits.
         __m512i x = _mm512_cvtepu8_epi64(codes);
@@ -86,18 +86,10 @@ inline VecF decode_vector_to_fp32(__m256i codes_in_lowest_bytes) {
     return (VecF)((VecI)x & 0x7FFFFFFF) == 480.0f ? broadcast(__builtin_nanf("")) : x;
 }
 
-// W codes from column c on; past the row's end they are 0 and nothing is read.
-template <int64_t DTYPE>
-inline VecF decode_partial(const uint8_t* row, int64_t c, int64_t columns) {
-    constexpr int BITS = bits_of(DTYPE);
-    int64_t bytes = (columns - c < W ? columns - c : W) * BITS / 8;
-    return decode_vector_to_fp32<DTYPE>(_mm256_maskz_loadu_epi8((1ull << bytes) - 1, row + c * BITS / 8));
-}
-
 #elif defined(__AVX2__)
 
 template <int64_t DTYPE>
-inline VecF decode_vector_to_fp32(const uint8_t* p) {
+inline VecF decode_W_codes_to_fp32(const uint8_t* p) {
     if (DTYPE == BF16) return (VecF)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
     if (DTYPE == F16) return (VecF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
     if (is_4_bit(DTYPE)) {
@@ -122,7 +114,7 @@ inline VecF decode_vector_to_fp32(const uint8_t* p) {
 #else
 
 template <int64_t DTYPE>
-inline VecF decode_vector_to_fp32(const uint8_t* p) {
+inline VecF decode_W_codes_to_fp32(const uint8_t* p) {
     VecF x;
     for (int i = 0; i < W; i++) x[i] = decode_element(DTYPE, p, i);
     return x;
@@ -130,17 +122,22 @@ inline VecF decode_vector_to_fp32(const uint8_t* p) {
 
 #endif
 
-#if !defined(__AVX512F__)
-// W codes from column c on; past the row's end they are 0 and nothing is read.
+// W codes from a column on; past the row's end they are 0 and nothing is read.
 template <int64_t DTYPE>
-inline VecF decode_partial(const uint8_t* row, int64_t c, int64_t columns) {
+inline VecF decode_vector_zero_past_row_end(const uint8_t* row, int64_t first_column, int64_t row_columns) {
     constexpr int BITS = bits_of(DTYPE);
-    if (c + W <= columns) return decode_vector_to_fp32<DTYPE>(row + c * BITS / 8);
+    int64_t left = row_columns - first_column;
+    const uint8_t* codes = row + first_column * BITS / 8;
+#if defined(__AVX512F__)
+    int64_t bytes = (left < W ? left : W) * BITS / 8;
+    return decode_16_packed_codes_to_fp32<DTYPE>(_mm256_maskz_loadu_epi8((1ull << bytes) - 1, codes));
+#else
+    if (left >= W) return decode_W_codes_to_fp32<DTYPE>(codes);
     uint8_t last[W * 2] = {};
-    memcpy(last, row + c * BITS / 8, (columns - c) * BITS / 8);
-    return decode_vector_to_fp32<DTYPE>(last);
-}
+    memcpy(last, codes, left * BITS / 8);
+    return decode_W_codes_to_fp32<DTYPE>(last);
 #endif
+}
 
 template <int64_t DTYPE>
 void unpack_keys_fp32(const Rows& rows, int64_t columns, uint32_t* out) {
@@ -151,7 +148,7 @@ void unpack_keys_fp32(const Rows& rows, int64_t columns, uint32_t* out) {
             VecF r[W];
 #pragma GCC unroll 16
             for (int i = 0; i < W; i++) {
-                r[i] = decode_partial<DTYPE>(row[i], c, columns);
+                r[i] = decode_vector_zero_past_row_end<DTYPE>(row[i], c, columns);
                 if (c * bits_of(DTYPE) / 8 % 64 == 0) rows.ahead->prefetch_line();
             }
             transpose(r);
@@ -167,7 +164,7 @@ void unpack_values_fp32(const Rows& rows, int64_t columns, uint32_t* out, int64_
     for (int64_t t = 0; t < rows.count; t++) {
         const uint8_t* row = rows.of(t);
         for (int64_t c = 0; c < columns; c += W) {
-            store(out + t * stride + c, decode_partial<DTYPE>(row, c, columns));
+            store(out + t * stride + c, decode_vector_zero_past_row_end<DTYPE>(row, c, columns));
             if (c * bits_of(DTYPE) / 8 % 64 == 0) rows.ahead->prefetch_line();
         }
     }
