@@ -12,14 +12,14 @@ from types import CodeType, ModuleType
 from typing import Any
 
 
-def hash_callees_first(fn: Any, hashed_ids: set[int] | None = None) -> None:
+def hash_callees_first_for_stable_cache_key(fn: Any, hashed_ids: set[int] | None = None) -> None:
     """Hash whatever a kernel calls, then the kernel."""
     hashed_ids = set() if hashed_ids is None else hashed_ids
     if id(fn) in hashed_ids or getattr(fn, "hash", "") is not None:  # interpreted, or hashed
         return
     hashed_ids.add(id(fn))
     for callee in _jit_callees(fn):
-        hash_callees_first(callee, hashed_ids)
+        hash_callees_first_for_stable_cache_key(callee, hashed_ids)
     fn.cache_key  # noqa: B018 (a property that computes it)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...formats import BLOCK, GROUP, INDEX, NONE, STORED_FORMATS, TENSOR, TOKEN_HEAD, UE8M0
-from .cache_keys import hash_callees_first
+from .cache_keys import hash_callees_first_for_stable_cache_key
 from .versions import compiler_options_equal_on_all_versions, make_launcher_record
 
 _log = logging.getLogger("tersekv")
@@ -182,7 +182,7 @@ class CompiledKernel:
     def compile_and_launch(self, grid: tuple[int, ...], args: tuple) -> None:
         """Compile and launch through Triton; keep the launcher for later launches."""
         start = time.perf_counter()
-        hash_callees_first(self.fn)
+        hash_callees_first_for_stable_cache_key(self.fn)
         try:
             k = self.fn[grid](*args, **self.options)
         except Exception as e:

@@ -110,8 +110,8 @@ struct AppendRun {
                 if (row_write.out_dtype == INT4) return store(address_in(row_write.scales), quantize_int4_row_and_return_scale_and_zero(row_buffer, n, code_buffer, out));
                 return store(address_in(row_write.scales), quantize_row_by_abs_max_and_return_scale(row_buffer, n, row_write.out_dtype, out));
             case BLOCK_SCALE: return quantize_and_store_nvfp4_row(row_write, head, row_buffer, n, code_buffer, out, address_in(row_write.scales));
-            case UE8M0_SCALE: return quantize_and_store_ue8m0_row(row_write, row_buffer, n, out, address_in(row_write.scales));
-            case GROUP_SCALE: return quantize_and_store_row_by_128_columns(row_buffer, n, row_write.out_dtype, out, address_in(row_write.scales));
+            case UE8M0_SCALE: return quantize_and_store_ue8m0_row_with_bf16_tail(row_write, row_buffer, n, out, address_in(row_write.scales));
+            case GROUP_SCALE: return quantize_and_store_row_pow2_scale_per_128(row_buffer, n, row_write.out_dtype, out, address_in(row_write.scales));
         }
     }
 
@@ -202,7 +202,7 @@ struct AppendRun {
     static float next_power_of_two(float x) { return from_bits((bits(x) + 0x007FFFFF) & 0x7F800000); }
 
     // Exponents of scales, zeros behind them; the last columns of a row stay in bf16, behind its codes.
-    static void quantize_and_store_ue8m0_row(const RowWrite& row_write, float* x, int64_t n, char* out, char* scales) {
+    static void quantize_and_store_ue8m0_row_with_bf16_tail(const RowWrite& row_write, float* x, int64_t n, char* out, char* scales) {
         int64_t codes = n - row_write.tail;
         memset(scales, 0, row_write.stored_scales);
         for (int64_t i = 0; i < codes; i += row_write.width) {
@@ -215,7 +215,7 @@ struct AppendRun {
         write_floats(x + codes, BF16, out + codes, row_write.tail);
     }
 
-    static void quantize_and_store_row_by_128_columns(float* x, int64_t n, int64_t dtype, char* out, char* scales) {
+    static void quantize_and_store_row_pow2_scale_per_128(float* x, int64_t n, int64_t dtype, char* out, char* scales) {
         for (int64_t i = 0; i < n; i += 128) {
             float scale = abs_max_ignoring_nan(x + i, 128) / 448.0f;
             scale = scale > 1e-4f ? scale : 1e-4f;

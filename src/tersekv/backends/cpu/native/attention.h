@@ -30,8 +30,8 @@ struct Request {
 
 inline bool has_lists(const Attention& c) { return c.sets[0].lists.entries.tensor >= 0; }
 
-inline KeyList key_list_of_request(const Attention& c, Addresses at, const Request& r, int64_t set) {
-    const KeySet& s = c.sets[set];
+inline KeyList key_list_of_request(const Attention& c, Addresses at, const Request& r, int64_t i_set) {
+    const KeySet& s = c.sets[i_set];
     bool slots = s.page_table.tensor < 0, known = slots || r.table_row >= 0;
     int64_t room = saturating_product(slots ? s.num_pages : s.max_pages, s.page_size);
     return KeyList(s, at, r.row, r.head, known && !slots ? r.table_row : 0, known ? (s.lists.causal ? r.last : room - 1) : -1);
@@ -337,7 +337,7 @@ private:
     void pack_zero_point_shifts(int64_t padded) {
         for (int64_t t = 0; t < padded; t += W) store(tiles.shifts + t, zero_point_shift(tiles.scales, t));
         float unused = 0.0f;
-        pack_p_and_test_rounding(Packing(), reinterpret_cast<float*>(tiles.shifts), nullptr, padded, tiles.shifts, unused);
+        pack_p_and_return_needs_residual(Packing(), reinterpret_cast<float*>(tiles.shifts), nullptr, padded, tiles.shifts, unused);
     }
 
     // PV: acc_o += P × values.
@@ -376,7 +376,7 @@ private:
             }
             bool shows = false, row_shows[MAX_BLOCK_M];
             for (int64_t r = 0; r < item.rows; r++)
-                shows |= row_shows[r] = pack_p_and_test_rounding(Packing(), tiles.scores + r * BLOCK_N, scales, padded,
+                shows |= row_shows[r] = pack_p_and_return_needs_residual(Packing(), tiles.scores + r * BLOCK_N, scales, padded,
                                                tiles.packed_p + r * o.a_stride, abs_p_sums_of_row(state, r)[first_abs_p_sum + g]);
             o.b = tiles.values + g * columns;
             o.c = state.values + first_column + g * columns;

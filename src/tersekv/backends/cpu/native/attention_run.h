@@ -55,14 +55,14 @@ private:
     }
 
     // Returns the unsplit work item of an m_block over a set: its rows, and the range of keys visible to them.
-    WorkItem make_unsplit_item(int64_t request, int64_t index, int64_t set) const {
-        const Request& r = requests[request];
+    WorkItem make_unsplit_item(int64_t i_request, int64_t i_m_block, int64_t i_set) const {
+        const Request& r = requests[i_request];
         WorkItem item = {};
-        item.request = request, item.set = set, item.row = index * MAX_BLOCK_M, item.heads = item_heads < r.heads ? item_heads : r.heads;
-        item.small_m = Packing::VALUES == 2 && !c.prefill_invariant && r.rows * c.group <= MAX_SMALL_M && supports_small_m(c, c.sets[set]);
+        item.request = i_request, item.set = i_set, item.row = i_m_block * MAX_BLOCK_M, item.heads = item_heads < r.heads ? item_heads : r.heads;
+        item.small_m = Packing::VALUES == 2 && !c.prefill_invariant && r.rows * c.group <= MAX_SMALL_M && supports_small_m(c, c.sets[i_set]);
         item.rows = r.rows * c.group - item.row;
         if (item.rows > MAX_BLOCK_M) item.rows = MAX_BLOCK_M;
-        if (has_lists(c)) return item.end = set ? r.extra_keys : r.keys, item;
+        if (has_lists(c)) return item.end = i_set ? r.extra_keys : r.keys, item;
         MaskArgs mask_args = {r.keys, r.keys - r.rows, window_or_zero_if_all(c, r.keys), c.mask.tensor < 0 ? nullptr : at[c.mask.tensor], 0};
         item.begin = item.first_key = mask_args.first_visible(item.row / c.group);
         item.end = mask_args.visible_end((item.row + item.rows - 1) / c.group);
@@ -281,15 +281,15 @@ private:
     }
 
     // Returns the keys of a request's list, up to the last that is seen; `found` reports a wrong entry.
-    int64_t check_list_and_count_keys(const Request& r, int64_t set, Report& found) const {
-        const KeyLists& l = c.sets[set].lists;
+    int64_t check_list_and_count_keys(const Request& r, int64_t i_set, Report& found) const {
+        const KeyLists& l = c.sets[i_set].lists;
         int64_t used = l.length;
         if (l.lens.tensor >= 0) {
             int64_t n = read_index(at[l.lens.tensor] + r.row * l.lens.strides[0] + r.head * l.lens.strides[1], l.lens_dtype, 0);
             used = n < used ? n : used;
         }
-        int64_t keys = used > 0 ? key_list_of_request(c, at, r, set).check_entries_and_count_keys(used, found) : 0;
-        if (keys < 0) found.request = set;
+        int64_t keys = used > 0 ? key_list_of_request(c, at, r, i_set).check_entries_and_count_keys(used, found) : 0;
+        if (keys < 0) found.request = i_set;
         return keys;
     }
 
@@ -329,7 +329,7 @@ private:
             for (int64_t i = 0; i < item.heads * item.rows; i++) {
                 SoftmaxState &a = whole.softmax[i], b = part.softmax[i];
                 float top = b.top > a.top ? b.top : a.top, base = top == NEGATIVE_INFINITY ? 0.0f : top;
-                float by_a = exp2(broadcast(a.top - base))[0], by_b = exp2(broadcast(b.top - base))[0];
+                float by_a = exp2_of_nonpositive(broadcast(a.top - base))[0], by_b = exp2_of_nonpositive(broadcast(b.top - base))[0];
                 a = {top, a.total * by_a + b.total * by_b};
                 float *x = whole.values + i * acc_row_stride, *y = part.values + i * acc_row_stride;
                 for (int64_t j = 0; j < acc_row_stride; j += W)
@@ -360,8 +360,8 @@ private:
             float sink = load<float>(at[c.sinks] + 4 * head) * LOG2E;
             float most = sink > top ? sink : top;
             bool infinite = most == -NEGATIVE_INFINITY;  // such a sink takes all; inf - inf would be NaN
-            float old = infinite ? 0.0f : exp2(broadcast(top - most))[0];
-            total = infinite ? 1.0f : total * old + exp2(broadcast(sink - most))[0];
+            float old = infinite ? 0.0f : exp2_of_nonpositive(broadcast(top - most))[0];
+            total = infinite ? 1.0f : total * old + exp2_of_nonpositive(broadcast(sink - most))[0];
             v_and_out_scale *= old;
             top = most;
         }

@@ -38,13 +38,13 @@ struct TopkSelection {
     }
 
     // Returns the number of columns written, without the −1.
-    int64_t store_topk_columns_and_return_count(const float* scores, int64_t num_visible, int64_t open_group, int32_t* out, int64_t out_columns) const {
+    int64_t store_topk_columns_and_return_count(const float* scores, int64_t num_visible, int64_t open_group_column, int32_t* out, int64_t out_columns) const {
         auto key = [&](int64_t j) { return radix_key(scores[j], j < first || j >= num_visible - last); };
         Candidates found;
         int64_t n = num_visible > SAMPLES ? collect_candidates_and_return_count(scores, num_visible, found) : -1, count;
         if (n >= 0) count = write_topk_of_keys_and_return_count(n, [&](int64_t i) { return found.keys[i]; }, [&](int64_t i) { return found.columns[i]; }, out);
         else count = write_topk_of_keys_and_return_count(num_visible, key, [](int64_t j) { return static_cast<int32_t>(j); }, out);
-        if (open_group >= 0) out[count++] = static_cast<int32_t>(open_group);
+        if (open_group_column >= 0) out[count++] = static_cast<int32_t>(open_group_column);
         for (int64_t j = count; j < out_columns; j++) out[j] = -1;
         return count;
     }
@@ -115,7 +115,7 @@ private:
     int64_t write_topk_of_keys_and_return_count(int64_t n, Key key_of, Column column_of, int32_t* columns_out) const {
         uint32_t threshold = 1;
         int64_t ties = n, count = 0;
-        if (n > k) threshold = find_threshold_and_ties(n, key_of, ties);
+        if (n > k) threshold = find_threshold_and_num_ties_taken(n, key_of, ties);
         for (int64_t i = 0; i < n; i++) {
             uint32_t x = key_of(i);
             if (x < threshold || (x == threshold && ties <= 0)) continue;
@@ -125,9 +125,9 @@ private:
         return count;
     }
 
-    // Returns the smallest key that is taken; ties: how many of the keys equal to it are.
+    // Returns the smallest key that is taken; num_ties_taken: how many of the keys equal to it are.
     template <class Key>
-    uint32_t find_threshold_and_ties(int64_t n, Key key_of, int64_t& ties) const {
+    uint32_t find_threshold_and_num_ties_taken(int64_t n, Key key_of, int64_t& num_ties_taken) const {
         static constexpr int SHIFTS[] = {21, 10, 0}, BITS[] = {11, 11, 10};
         uint32_t prefix = 0, mask = 0;
         int64_t rest = k;
@@ -143,8 +143,8 @@ private:
             prefix |= static_cast<uint32_t>(bin) << SHIFTS[pass];
             mask |= low << SHIFTS[pass];
         }
-        if (prefix == 0) return ties = n, 1;  // fewer than k may be taken
-        return ties = rest, prefix;
+        if (prefix == 0) return num_ties_taken = n, 1;  // fewer than k may be taken
+        return num_ties_taken = rest, prefix;
     }
 };
 
@@ -349,15 +349,15 @@ private:
         }
     }
 
-    void compute_qk_tile(const ScoreItem& item, const Tiles& tiles, int64_t num_scale_blocks) const {
-        int64_t step = num_scale_blocks > 1 ? c.keys.width / Packing::VALUES : units;
+    void compute_qk_tile(const ScoreItem& item, const Tiles& tiles, int64_t num_key_scale_blocks) const {
+        int64_t step = num_key_scale_blocks > 1 ? c.keys.width / Packing::VALUES : units;
         for (int64_t begin = 0; begin < units; begin += step) {
             Operands o = {};
             o.a = tiles.queries + begin, o.a_stride = units;
             o.b = tiles.keys + begin * BLOCK_N, o.b_stride = BLOCK_N;
             o.c = tiles.products, o.c_stride = BLOCK_N;
             o.depth = units - begin < step ? units - begin : step;
-            o.factor = num_scale_blocks > 1 ? tiles.scales + begin / step * BLOCK_N : nullptr;
+            o.factor = num_key_scale_blocks > 1 ? tiles.scales + begin / step * BLOCK_N : nullptr;
             o.add = begin > 0;
             multiply<Packing>(o, item.rows * c.heads, BLOCK_N);
         }

@@ -13,10 +13,10 @@ struct KeyList {
     int64_t last;                 // the last position, or slot, that can be seen; negative: none
     int64_t last_block, shift;    // its block; log2 of the page size, or −1
 
-    KeyList(const KeySet& s, Addresses at, int64_t row, int64_t head, int64_t request, int64_t last_seen)
+    KeyList(const KeySet& s, Addresses at, int64_t row, int64_t head, int64_t page_table_row, int64_t last_visible)
         : set(s), entries(at[s.lists.entries.tensor] + row * s.lists.entries.strides[0] + head * s.lists.entries.strides[1]),
-          table(s.page_table.tensor < 0 ? nullptr : at[s.page_table.tensor] + request * s.page_table.stride), last(last_seen),
-          last_block(last_seen < 0 ? -1 : last_seen / s.lists.block),
+          table(s.page_table.tensor < 0 ? nullptr : at[s.page_table.tensor] + page_table_row * s.page_table.stride), last(last_visible),
+          last_block(last_visible < 0 ? -1 : last_visible / s.lists.block),
           shift(s.page_size & (s.page_size - 1) ? -1 : __builtin_ctzll(static_cast<unsigned long long>(s.page_size))) {}
 
     // Returns an entry; negative: padding.

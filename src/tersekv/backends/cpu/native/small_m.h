@@ -163,7 +163,7 @@ struct ProbabilityTile {
 
 // PV: acc_o [ROWS, columns] += P × values of a tile.
 template <int64_t DTYPE, int ROWS>
-void accumulate_pv_small_m_kernel(const Rows& rows, const Rows& e2m1_block_scales, int64_t columns, const ProbabilityTile& packed_p, float* out, int64_t stride) {
+void accumulate_pv_small_m_kernel(const Rows& rows, const Rows& e2m1_block_scales, int64_t columns, const ProbabilityTile& packed_p, float* acc_o, int64_t acc_row_stride) {
     const uint32_t* of_rows = packed_p.units;
     Codes<DTYPE> codes(columns);
     BlockScaledP<ROWS> by_block;  // e2m1 only
@@ -174,7 +174,7 @@ void accumulate_pv_small_m_kernel(const Rows& rows, const Rows& e2m1_block_scale
         __m512 sum[ROWS][4];
 #pragma GCC unroll 16
         for (int i = 0; i < ROWS * 4; i++) {
-            const float* x = out + i / 4 * stride + c + i % 4 * W;
+            const float* x = acc_o + i / 4 * acc_row_stride + c + i % 4 * W;
             sum[i / 4][i % 4] = DTYPE == INT4 ? _mm512_set1_ps(packed_p.lacks[i / 4]) : _mm512_loadu_ps(x);
         }
         for (int64_t t = 0; t < rows.count; t += 2) {
@@ -192,7 +192,7 @@ void accumulate_pv_small_m_kernel(const Rows& rows, const Rows& e2m1_block_scale
         }
 #pragma GCC unroll 16
         for (int i = 0; i < ROWS * 4; i++) {
-            float* x = out + i / 4 * stride + c + i % 4 * W;
+            float* x = acc_o + i / 4 * acc_row_stride + c + i % 4 * W;
             __m512 y = sum[i / 4][i % 4];
             _mm512_storeu_ps(x, DTYPE == INT4 ? _mm512_add_ps(_mm512_loadu_ps(x), y) : y);
         }
@@ -201,12 +201,12 @@ void accumulate_pv_small_m_kernel(const Rows& rows, const Rows& e2m1_block_scale
 
 template <int64_t DTYPE>
 void dispatch_accumulate_pv_by_num_rows(const Rows& rows, const Rows& e2m1_block_scales, int64_t columns, const ProbabilityTile& packed_p, int64_t num_query_rows,
-                   float* out, int64_t stride) {
-    for (int64_t r = 0; r < num_query_rows; r += 4, out += 4 * stride) switch (num_query_rows - r) {
-            case 1: accumulate_pv_small_m_kernel<DTYPE, 1>(rows, e2m1_block_scales, columns, packed_p.from(r), out, stride); break;
-            case 2: accumulate_pv_small_m_kernel<DTYPE, 2>(rows, e2m1_block_scales, columns, packed_p.from(r), out, stride); break;
-            case 3: accumulate_pv_small_m_kernel<DTYPE, 3>(rows, e2m1_block_scales, columns, packed_p.from(r), out, stride); break;
-            default: accumulate_pv_small_m_kernel<DTYPE, 4>(rows, e2m1_block_scales, columns, packed_p.from(r), out, stride);
+                   float* acc_o, int64_t acc_row_stride) {
+    for (int64_t r = 0; r < num_query_rows; r += 4, acc_o += 4 * acc_row_stride) switch (num_query_rows - r) {
+            case 1: accumulate_pv_small_m_kernel<DTYPE, 1>(rows, e2m1_block_scales, columns, packed_p.from(r), acc_o, acc_row_stride); break;
+            case 2: accumulate_pv_small_m_kernel<DTYPE, 2>(rows, e2m1_block_scales, columns, packed_p.from(r), acc_o, acc_row_stride); break;
+            case 3: accumulate_pv_small_m_kernel<DTYPE, 3>(rows, e2m1_block_scales, columns, packed_p.from(r), acc_o, acc_row_stride); break;
+            default: accumulate_pv_small_m_kernel<DTYPE, 4>(rows, e2m1_block_scales, columns, packed_p.from(r), acc_o, acc_row_stride);
         }
 }
 
@@ -240,8 +240,8 @@ inline void scores_small_m(Bf16Packing, int64_t dtype, const Rows& rows, const R
 }
 
 inline void accumulate_pv_small_m(Bf16Packing, int64_t dtype, const Rows& rows, const Rows& e2m1_block_scales, int64_t columns,
-                          const ProbabilityTile& packed_p, int64_t count, float* out, int64_t stride) {
-    SMALL_M_BY_DTYPE(dtype, dispatch_accumulate_pv_by_num_rows, rows, e2m1_block_scales, columns, packed_p, count, out, stride)
+                          const ProbabilityTile& packed_p, int64_t count, float* acc_o, int64_t acc_row_stride) {
+    SMALL_M_BY_DTYPE(dtype, dispatch_accumulate_pv_by_num_rows, rows, e2m1_block_scales, columns, packed_p, count, acc_o, acc_row_stride)
 }
 
 // For codes that may be NaN; integers need no test of the tile.

@@ -72,18 +72,18 @@ INLINE void decode_64_e4m3_scales_in_unpack_order(__m512i codes, const CodeToBf1
 }
 
 // Copies the scales of BLOCKS blocks of a token, 8 bytes; past the row's end they are 0 and not read.
-INLINE void load_scales_of_token(const Rows& rows, int64_t token, int64_t first_block, int64_t blocks_per_row, uint64_t* out) {
-    const uint8_t* row = rows.of(token < rows.count ? token : rows.count - 1) + first_block;
+INLINE void copy_8_block_scales_of_token(const Rows& scale_rows, int64_t token, int64_t first_block, int64_t blocks_per_row, uint64_t* out) {
+    const uint8_t* row = scale_rows.of(token < scale_rows.count ? token : scale_rows.count - 1) + first_block;
     __mmask16 inside = static_cast<__mmask16>(first_bytes(blocks_per_row - first_block) & 0xFF);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_maskz_loadu_epi8(inside, row));
-    rows.ahead->prefetch_line();
+    scale_rows.ahead->prefetch_line();
 }
 
 // Loads the block scales of a tile's keys, [block, key].
-inline void load_scales_by_block(const Rows& rows, int64_t first_block, int64_t blocks_per_row, float (&out)[BLOCKS][BLOCK_N]) {
+inline void load_block_scales_transposed(const Rows& scale_rows, int64_t first_block, int64_t blocks_per_row, float (&out)[BLOCKS][BLOCK_N]) {
     alignas(64) uint64_t raw[BLOCK_N];
     // In the order that leaves keys in order after `decode_64_e4m3_scales_in_unpack_order`.
-    for (int64_t t = 0; t < BLOCK_N; t++) load_scales_of_token(rows, t, first_block, blocks_per_row, raw + t / 4 % 4 * 16 + t / 16 * 4 + t % 4);
+    for (int64_t t = 0; t < BLOCK_N; t++) copy_8_block_scales_of_token(scale_rows, t, first_block, blocks_per_row, raw + t / 4 % 4 * 16 + t / 16 * 4 + t % 4);
     __m512i a[8];
     const CodeToBf16Table<E4M3> table;
     const __m512i order = _mm512_load_si512(NIBBLE_ORDERS.blocks);
@@ -181,7 +181,7 @@ void compute_scores_4_bit(const Rows& rows, const Rows& e2m1_block_scales, int64
     const Nibble<DTYPE> nibble;
     int64_t units = round_up(columns, SPAN) / 2;
     for (int64_t c = 0; c < columns; c += 2 * SPAN) {
-        if (DTYPE == E2M1) load_scales_by_block(e2m1_block_scales, c / 16, columns / 16, by_block);
+        if (DTYPE == E2M1) load_block_scales_transposed(e2m1_block_scales, c / 16, columns / 16, by_block);
         int64_t remaining = columns - c < 2 * SPAN ? columns - c : 2 * SPAN;
         for (int64_t t = 0; t < rows.count; t += VECTORS * W) {
             for (int64_t v = 0; v < VECTORS; v++) load_and_transpose_16_keys(rows, t + v * W, c / 2, first_bytes(remaining / 2), words);
@@ -202,7 +202,7 @@ struct BlockScaledP {
         alignas(64) float scales[BLOCK_N / 2][16];  // per pair: one token's and the other's, block by block
         int64_t count = round_up(scale_rows.count, 8);
         const CodeToBf16Table<E4M3> table;
-        for (int64_t t = 0; t < count; t++) load_scales_of_token(scale_rows, t, first_block, blocks_per_row, raw + t);
+        for (int64_t t = 0; t < count; t++) copy_8_block_scales_of_token(scale_rows, t, first_block, blocks_per_row, raw + t);
         for (int64_t t = 0; t < count; t += 8) {
             __m512i codes = _mm512_permutexvar_epi8(_mm512_load_si512(NIBBLE_ORDERS.pairs), _mm512_load_si512(raw + t));
             decode_64_e4m3_scales_in_unpack_order(codes, table, scales[t / 2]);

@@ -9,7 +9,7 @@ constexpr int64_t MAX_BLOCK_M = 64;  // query rows of a KV head in one work item
 constexpr int64_t MAX_SMALL_M = 8;    // … with `small_m.h`
 
 // Softmax state of rows: acc_o [rows, stride], and a row_max and row_sum for each. Behind a row's acc_o, one sum of |P|
-// per scale of a value: the reference for `pack_p_and_test_rounding`'s test of rounding errors.
+// per scale of a value: the reference for `pack_p_and_return_needs_residual`'s test of rounding errors.
 struct State {
     float* values;
     SoftmaxState* softmax;

@@ -140,7 +140,7 @@ inline VecF decode_vector_zero_past_row_end(const uint8_t* row, int64_t first_co
 }
 
 template <int64_t DTYPE>
-void unpack_keys_fp32(const Rows& rows, int64_t columns, uint32_t* out) {
+void unpack_and_transpose_keys_fp32(const Rows& rows, int64_t columns, uint32_t* out) {
     for (int64_t t = 0; t < rows.count; t += W) {
         const uint8_t* row[W];  // the last token is repeated: those scores are not used
         for (int i = 0; i < W; i++) row[i] = rows.of(t + i < rows.count ? t + i : rows.count - 1);
@@ -184,7 +184,7 @@ void unpack_values_fp32(const Rows& rows, int64_t columns, uint32_t* out, int64_
 
 // Packs keys, transposed: word u of token t at out[u * BLOCK_N + t].
 inline void pack_keys(Fp32Packing, int64_t dtype, const Rows& rows, int64_t columns, uint32_t* out) {
-    BY_DTYPE(dtype, unpack_keys_fp32, rows, columns, out)
+    BY_DTYPE(dtype, unpack_and_transpose_keys_fp32, rows, columns, out)
 }
 
 // Packs values: the word of tokens [t, t + VALUES) and column c at out[t / VALUES * stride + c]; 0 past the last token.
@@ -194,8 +194,8 @@ inline void pack_values(Fp32Packing, int64_t dtype, const Rows& rows, int64_t co
 
 // Loads scale g of token t to out[g * BLOCK_N + t]; the last token is repeated.
 inline void load_and_transpose_scales(int64_t dtype, const Rows& rows, int64_t scales_per_row, float* out) {
-    if (dtype == E4M3) return unpack_keys_fp32<E4M3>(rows, scales_per_row, reinterpret_cast<uint32_t*>(out));
-    if (dtype == E8M0) return unpack_keys_fp32<E8M0>(rows, scales_per_row, reinterpret_cast<uint32_t*>(out));
+    if (dtype == E4M3) return unpack_and_transpose_keys_fp32<E4M3>(rows, scales_per_row, reinterpret_cast<uint32_t*>(out));
+    if (dtype == E8M0) return unpack_and_transpose_keys_fp32<E8M0>(rows, scales_per_row, reinterpret_cast<uint32_t*>(out));
     for (int64_t g = 0; g < scales_per_row; g++, out += BLOCK_N) {
         for (int64_t t = 0; t < rows.count; t++) out[t] = load<float>(rows.of(t) + 4 * g);
         for (int64_t t = rows.count; t < round_up(rows.count, W); t++) out[t] = out[rows.count - 1];

@@ -97,15 +97,15 @@ alignas(16) constexpr uint8_t BY_BYTE[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10,
 
 // Stores the bf16 pairs of one 4-byte word of 16 tokens, for the columns that it holds.
 template <int64_t DTYPE>
-inline void store_key_pairs(__m512i x, const CodeToBf16Table<DTYPE>& table, uint32_t* out) {
-    LowAndHighBytes look = table.bf16_bytes_of(_mm512_shuffle_epi8(x, broadcast_16_bytes(BY_TWO_BYTES)));
+inline void store_key_pairs(__m512i words_of_16_keys, const CodeToBf16Table<DTYPE>& table, uint32_t* out) {
+    LowAndHighBytes look = table.bf16_bytes_of(_mm512_shuffle_epi8(words_of_16_keys, broadcast_16_bytes(BY_TWO_BYTES)));
     _mm512_storeu_si512(out, _mm512_unpacklo_epi8(look.low, look.high));
     _mm512_storeu_si512(out + BLOCK_N, _mm512_unpackhi_epi8(look.low, look.high));
 }
 
 template <int64_t DTYPE>
-inline void store_key_pairs_4_bit(__m512i x, uint32_t* out) {
-    Nibbles codes(_mm512_shuffle_epi8(x, broadcast_16_bytes(BY_BYTE)));
+inline void store_key_pairs_4_bit(__m512i words_of_16_keys, uint32_t* out) {
+    Nibbles codes(_mm512_shuffle_epi8(words_of_16_keys, broadcast_16_bytes(BY_BYTE)));
     LowAndHighBytes even = low_and_high_bf16_bytes_of_4_bit_codes<DTYPE>(codes.even), odd = low_and_high_bf16_bytes_of_4_bit_codes<DTYPE>(codes.odd);
     __m512i e = _mm512_unpacklo_epi8(even.low, even.high), o = _mm512_unpacklo_epi8(odd.low, odd.high);
     _mm512_storeu_si512(out, _mm512_unpacklo_epi16(e, o));
@@ -116,7 +116,7 @@ inline void store_key_pairs_4_bit(__m512i x, uint32_t* out) {
 }
 
 template <int64_t DTYPE>
-void unpack_keys_bf16(const Rows& rows, int64_t columns, uint32_t* out) {
+void unpack_and_transpose_keys_bf16(const Rows& rows, int64_t columns, uint32_t* out) {
     constexpr int UNITS = 16 / bits_of(DTYPE);  // bf16 pairs in four bytes
     const CodeToBf16Table<is_4_bit(DTYPE) || DTYPE == BF16 ? E4M3 : DTYPE> table;
     int64_t bytes = columns * bits_of(DTYPE) / 8;
@@ -222,7 +222,7 @@ void unpack_values_bf16(const Rows& rows, int64_t columns, uint32_t* out, int64_
     }
 
 inline void pack_keys(Bf16Packing, int64_t dtype, const Rows& rows, int64_t columns, uint32_t* out) {
-    BF16_BY_DTYPE(dtype, unpack_keys_bf16, rows, columns, out)
+    BF16_BY_DTYPE(dtype, unpack_and_transpose_keys_bf16, rows, columns, out)
 }
 
 inline void pack_values(Bf16Packing, int64_t dtype, const Rows& rows, int64_t columns, uint32_t* out, int64_t stride) {
