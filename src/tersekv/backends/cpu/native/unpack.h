@@ -126,15 +126,13 @@ inline VecF decode_W_codes_to_fp32(const uint8_t* p) {
 template <int64_t DTYPE>
 inline VecF decode_vector_zero_past_row_end(const uint8_t* row, int64_t first_column, int64_t row_columns) {
     constexpr int BITS = bits_of(DTYPE);
-    int64_t left = row_columns - first_column;
-    const uint8_t* codes = row + first_column * BITS / 8;
 #if defined(__AVX512F__)
-    int64_t bytes = (left < W ? left : W) * BITS / 8;
-    return decode_16_packed_codes_to_fp32<DTYPE>(_mm256_maskz_loadu_epi8((1ull << bytes) - 1, codes));
+    int64_t bytes = (row_columns - first_column < W ? row_columns - first_column : W) * BITS / 8;
+    return decode_16_packed_codes_to_fp32<DTYPE>(_mm256_maskz_loadu_epi8((1ull << bytes) - 1, row + first_column * BITS / 8));
 #else
-    if (left >= W) return decode_W_codes_to_fp32<DTYPE>(codes);
+    if (first_column + W <= row_columns) return decode_W_codes_to_fp32<DTYPE>(row + first_column * BITS / 8);
     uint8_t last[W * 2] = {};
-    memcpy(last, codes, left * BITS / 8);
+    memcpy(last, row + first_column * BITS / 8, (row_columns - first_column) * BITS / 8);
     return decode_W_codes_to_fp32<DTYPE>(last);
 #endif
 }
