@@ -433,8 +433,8 @@ private:
     }
 
     // PV of a tile with masked keys and non-finite values: skips values with P = 0, even if NaN.
-    void accumulate_pv_skipping_zero_p(int64_t num_rows, int64_t num_keys, const float* scales, int64_t v_column, int64_t num_columns, int64_t first_acc_column, int64_t i_abs_p_sum,
-                              const State& state) {
+    void accumulate_pv_skipping_zero_p(int64_t num_rows, int64_t num_keys, const float* scales, int64_t v_column,
+                                       int64_t num_columns, int64_t first_acc_column, int64_t i_abs_p_sum, const State& state) {
         for (int64_t r = 0; r < num_rows; r++)
             for (int64_t t = 0; t < num_keys; t++) {
                 float p = tiles.scores[r * BLOCK_N + t];

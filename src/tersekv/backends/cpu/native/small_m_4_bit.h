@@ -133,10 +133,12 @@ inline void load_and_transpose_16_keys(const Rows& rows, int64_t first_key, int6
     }
 }
 
-// QK of 16 × VECTORS keys over up to 128 columns; `add` accumulates.
+// QK of 16 × VECTORS keys over up to 128 columns.
 template <int64_t DTYPE, int ROWS, int VECTORS>
-INLINE void accumulate_qk_of_transposed_4_bit_keys(const Nibble<DTYPE>& code_table, const uint32_t* transposed_key_words, const float* e2m1_block_scales, int64_t num_4_byte_words,
-                             const uint32_t* query_bf16_pairs, int64_t query_stride_in_pairs, bool accumulate, float* out) {
+INLINE void accumulate_qk_of_transposed_4_bit_keys(const Nibble<DTYPE>& code_table, const uint32_t* transposed_key_words,
+                                                   const float* e2m1_block_scales, int64_t num_4_byte_words,
+                                                   const uint32_t* query_bf16_pairs, int64_t query_stride_in_pairs,
+                                                   bool accumulate, float* out) {
     __m512 total[ROWS][VECTORS];
 #pragma GCC unroll 8
     for (int i = 0; i < ROWS * VECTORS; i++)
@@ -185,8 +187,8 @@ void compute_scores_4_bit(const Rows& rows, const Rows& e2m1_block_scales, int64
         int64_t remaining = columns - c < 2 * SPAN ? columns - c : 2 * SPAN;
         for (int64_t t = 0; t < rows.count; t += VECTORS * W) {
             for (int64_t v = 0; v < VECTORS; v++) load_and_transpose_16_keys(rows, t + v * W, c / 2, first_bytes(remaining / 2), words);
-            accumulate_qk_of_transposed_4_bit_keys<DTYPE, ROWS, VECTORS>(nibble, words[0] + t, by_block[0] + t, (remaining + 7) / 8, queries + c / 2, units,
-                                                   c > 0, out + t);
+            accumulate_qk_of_transposed_4_bit_keys<DTYPE, ROWS, VECTORS>(nibble, words[0] + t, by_block[0] + t, (remaining + 7) / 8,
+                                                                         queries + c / 2, units, c > 0, out + t);
         }
     }
 }
@@ -196,7 +198,7 @@ template <int ROWS>
 struct BlockScaledP {
     alignas(64) uint32_t units[ROWS][BLOCK_N / 2][BLOCKS];
 
-    // Packs scaled P, or with `rest` its rounding error. A masked P stays 0, whatever the scale.
+    // Packs scaled P, or its rounding error. A masked P stays 0, whatever the scale.
     void pack_scaled_p_into_this(const Rows& scale_rows, int64_t first_block, int64_t blocks_per_row, const float* probabilities, bool pack_residual) {
         alignas(64) uint64_t raw[BLOCK_N];
         alignas(64) float scales[BLOCK_N / 2][16];  // per pair: one token's and the other's, block by block
