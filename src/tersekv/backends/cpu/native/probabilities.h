@@ -11,7 +11,7 @@ inline VecF scaled_p(const float* p, const float* scales, int64_t t) {
     return scales == nullptr ? x : x == 0.0f ? VecF{} : x * load<VecF>(scales + t);
 }
 
-// Packs scaled P. bf16 rounds it: `sum` then accumulates |P|. Returns whether an element exceeds sum / 16: where many
+// Packs scaled P. bf16 rounds it: `abs_p_sum` then accumulates |P|. Returns whether an element exceeds a 16th of it: where many
 // small terms cancel its rounding error would show, and `pack_p_residual` must be added.
 inline bool pack_p_and_return_needs_residual(Fp32Packing, const float* p, const float* scales, int64_t padded, uint32_t* out, float&) {
     for (int64_t t = 0; t < padded; t += W) store(out + t, scaled_p(p, scales, t));
