@@ -28,7 +28,7 @@ class BuildNative(build_ext):
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            levels = NATIVE["build"](target, os.environ.get("CXX"))
+            levels = NATIVE["build_library_and_return_levels"](target, os.environ.get("CXX"))
         except RuntimeError as e:
             self.warn(f"tersekv's native kernels are left out; decode on a CPU will be several times slower:\n{e}")
         else:

@@ -98,7 +98,7 @@ def run(sanitizer: str, levels: list[str]) -> dict:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         target, result = Path(folder) / "native.so", Path(folder) / "result.json"
-        build.build(target, compiler, (f"-fsanitize={sanitizer}", *FLAGS), levels)
+        build.build_library_and_return_levels(target, compiler, (f"-fsanitize={sanitizer}", *FLAGS), levels)
         # Where addresses are drawn from more bits than the thread sanitizer knows, it does not start.
         still = [tool, "-R"] if sanitizer == "thread" and (tool := shutil.which("setarch")) else []
         command = [*still, sys.executable, __file__, "--child", str(target), "--result", str(result),

@@ -465,7 +465,7 @@ def test_the_native_kernels_are_taken_first_on_a_cpu(native):
 @needs_compiler
 def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
     target = tmp_path / "_native.so"
-    assert build.build(target, levels=("plain",), flags=("-O0",)) == ["plain"]
+    assert build.build_library_and_return_levels(target, levels=("plain",), flags=("-O0",)) == ["plain"]
     monkeypatch.setattr(build, "LIBRARY", target)
     library.library_or_reason.cache_clear()
     try:
@@ -494,5 +494,5 @@ def test_the_kernels_compile_elsewhere_with_neon(unit, tmp_path):
 
 def test_a_compiler_that_fails_is_told(tmp_path):
     with pytest.raises(RuntimeError, match="no-such-compiler"):
-        build.build(tmp_path / "x.so", "no-such-compiler")
+        build.build_library_and_return_levels(tmp_path / "x.so", "no-such-compiler")
     assert not list(tmp_path.iterdir())

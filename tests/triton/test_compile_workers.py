@@ -143,10 +143,10 @@ def test_what_has_no_memory_is_planned_as_what_has():
 
 ORDER = """
 import importlib, sys
-from tersekv.backends.host.cache_keys import hash_callees_first
+from tersekv.backends.host.cache_keys import hash_callees_first_for_stable_cache_key
 kernels = [getattr(importlib.import_module("tersekv.backends." + m), n) for m, n in (a.rsplit(".", 1) for a in {names})]
 for i in {order}:
-    hash_callees_first(kernels[i])
+    hash_callees_first_for_stable_cache_key(kernels[i])
 print([k.cache_key for k in kernels])
 """
 

@@ -272,10 +272,10 @@ def test_places_by_kv_indices_compile_for_every_index_dtype(placed, dtypes):
 
 def test_rotated_rows_are_cut_by_how_many_there_are():
     token = 48 * 128
-    fp8 = [row_programs.choose_rotated_elements_and_warps(n * token, "fp8_e4m3") for n in (1, 128, 256, 2048)]
+    fp8 = [row_programs.elements_and_warps_of_rotated_program(n * token, "fp8_e4m3") for n in (1, 128, 256, 2048)]
     assert fp8 == [(1024, 4), (1024, 4), (2048, 8), (2048, 4)]
     per_head = [
-        row_programs.choose_rotated_elements_and_warps(n * token, "fp8_per_token_head") for n in (1, 256, 512, 2048)
+        row_programs.elements_and_warps_of_rotated_program(n * token, "fp8_per_token_head") for n in (1, 256, 512, 2048)
     ]
     assert per_head == [(1024, 4), (2048, 4), (2048, 4), (4096, 4)]
     assert [row_programs.issues_loads_first(n * token) for n in (1, 256, 2048, 16384)] == [True, True, False, True]

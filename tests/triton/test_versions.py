@@ -57,7 +57,7 @@ def by_triton(k, *args, told=(None, None, None)) -> None:
 
 
 def by_us(k, *args) -> versions.Launcher:
-    found = versions.launcher(k)
+    found = versions.make_launcher_record(k)
     found.run(5, 6, 7, STREAM, *found.fixed_args, *args)
     return found
 
@@ -94,7 +94,7 @@ def test_a_kernel_of_descriptors(calls):
     """They are encoded once, and then take as many places as Triton's launcher would give them."""
     k, (x, y) = compiled(calls, DESCRIBED, METAS), descriptors()
     by_triton(k, 4096, x, y, 3)
-    first, second = versions.launcher(k).encode([x, y], METAS)
+    first, second = versions.make_launcher_record(k).encode([x, y], METAS)
     assert first[0][:2] == ("map", x.base.data_ptr())
     assert (len(first), len(second)) == (5, 7)
     by_us(k, 4096, *first, *second, 3)
@@ -104,7 +104,7 @@ def test_a_kernel_of_descriptors(calls):
 def test_hooks_and_what_they_are_told_go_where_triton_puts_them(calls):
     k = compiled(calls, {0: "i32"}, [])
     by_triton(k, 3, told=("told", "enter", "leave"))
-    found = versions.launcher(k)
+    found = versions.make_launcher_record(k)
     args = [5, 6, 7, STREAM, *found.fixed_args, 3]
     args[found.hooks_index : found.hooks_index + 3] = "told", "enter", "leave"
     found.run(*args)
@@ -129,21 +129,21 @@ class Late(nvidia.CudaLauncher):
 def test_an_order_that_is_not_understood_is_left_to_tritons_launcher(calls, kind):
     k = compiled(calls, {0: "*fp32", 1: "tensordesc<fp16[16, 32]>"}, METAS[:1])
     k.run.__class__ = kind
-    found = versions.launcher(k)
+    found = versions.make_launcher_record(k)
     assert found == (k.run, (FUNCTION, METADATA, None, None, None), 6, None)
 
 
 def test_scratch_that_triton_allocates_is_left_to_tritons_launcher(calls):
     for name in ("global_scratch_size", "profile_scratch_size"):
         k = compiled(calls, {0: "i32"}, [], **{name: 64})
-        assert versions.launcher(k).run is k.run
+        assert versions.make_launcher_record(k).run is k.run
 
 
 def test_a_launcher_that_looks_different_is_told_to_the_log(calls, caplog):
     k = compiled(calls, {0: "i32"}, [])
     del k.run.global_scratch_size
     with caplog.at_level(logging.DEBUG, logger="tersekv"):
-        assert versions.launcher(k).run is k.run
+        assert versions.make_launcher_record(k).run is k.run
     assert "global_scratch_size" in caplog.text
 
 

@@ -38,35 +38,37 @@ def configure(f: SimpleNamespace) -> NativeLaunch:
 
 def make_kv_row_write(
     facts: CallFacts,
-    side: str,
-    first_tensor_name: str | None = None,
-    second_tensor_name: str = "",
+    k_or_v: str,
+    tensor_name: str | None = None,
+    concatenated_tensor_name: str = "",
     apply_rope: bool = False,
 ) -> RowWrite:
     """Returns how rows are written to the cache of "k" or "v": of the tensors
-    `first_tensor_name` (default: `side`) and `second_tensor_name`, their columns side by side."""
-    f, fmt, first_tensor_name = facts.f, pair_of(facts.f)["kv".index(side)], first_tensor_name or side
-    scales = _NO_TENSOR if getattr(f, f"{side}_scale_cache") is None else facts.strided_tensor(f"{side}_scale_cache")
+    `tensor_name` (default: `k_or_v`) and `concatenated_tensor_name`, their columns side by side."""
+    f, fmt, tensor_name = facts.f, pair_of(facts.f)["kv".index(k_or_v)], tensor_name or k_or_v
+    scales = (
+        _NO_TENSOR if getattr(f, f"{k_or_v}_scale_cache") is None else facts.strided_tensor(f"{k_or_v}_scale_cache")
+    )
     return make_quantized_row_write(
-        facts, first_tensor_name, fmt, facts.strided_tensor(f"{side}_cache"), scales, facts.scale(f"{side}_scale"),
-        second_tensor_name, apply_rope, facts.row_transform(side),
+        facts, tensor_name, fmt, facts.strided_tensor(f"{k_or_v}_cache"), scales, facts.scale(f"{k_or_v}_scale"),
+        concatenated_tensor_name, apply_rope, facts.row_transform(k_or_v),
     )  # fmt: skip
 
 
 def make_quantized_row_write(
-    facts: CallFacts, first_tensor_name: str, fmt: KVFormat, out_cache: StridedTensor, scale_cache: StridedTensor,
-    call_scale: Scale, second_tensor_name: str = "",
+    facts: CallFacts, tensor_name: str, fmt: KVFormat, out_cache: StridedTensor, scale_cache: StridedTensor,
+    host_or_tensor_scale: Scale, concatenated_tensor_name: str = "",
     apply_rope: bool = False, row_transform: RowTransform = NO_TRANSFORM,
 ) -> RowWrite:  # fmt: skip
     """Returns how rows are quantized to a format and written to a cache."""
     f = facts.f
-    x, y = getattr(f, first_tensor_name), getattr(f, second_tensor_name) if second_tensor_name else None
+    x, y = getattr(f, tensor_name), getattr(f, concatenated_tensor_name) if concatenated_tensor_name else None
     return RowWrite(
-        facts.strided_tensor(first_tensor_name),
-        facts.strided_tensor(second_tensor_name) if y is not None else _NO_TENSOR,
+        facts.strided_tensor(tensor_name),
+        facts.strided_tensor(concatenated_tensor_name) if y is not None else _NO_TENSOR,
         x.shape[-1], 0 if y is None else y.shape[-1], apply_rope, x.shape[1] if len(x.shape) == 3 else 1, True,
         out_cache, CODES[fmt.code], _KINDS[fmt.scale], scale_cache, fmt.scale_block or 0, fmt.scales(x.shape[-1]),
-        fmt.tail, call_scale, row_transform,
+        fmt.tail, host_or_tensor_scale, row_transform,
     )  # fmt: skip
 
 
@@ -84,14 +86,14 @@ def make_query_row_writes(facts: CallFacts) -> list[RowWrite]:
     return row_writes
 
 
-def make_append_record(facts: CallFacts, rows: Any, cache: Any, row_writes: list[RowWrite]) -> Append:
+def make_append_record(facts: CallFacts, rows_fact: Any, cache_fact: Any, row_writes: list[RowWrite]) -> Append:
     """Returns the record of an append: its row_writes, the slots of tokens, and the rotary table if there is one."""
     f, record = facts.f, Append()
     record.num_row_writes = len(row_writes)
     for i, row_write in enumerate(row_writes):
         record.row_writes[i] = row_write
-    record.tokens, record.dtype = rows.shape[0], DTYPES[rows.dtype]
-    record.num_pages, record.page_size = cache.shape[:2]
+    record.tokens, record.dtype = rows_fact.shape[0], DTYPES[rows_fact.dtype]
+    record.num_pages, record.page_size = cache_fact.shape[:2]
     for field, name in zip(("slots", "batch", "kv_positions", "indptr", "indices"), SLOT_FIELDS, strict=True):
         setattr(record, field, facts.index_tensor(name))
     if f.kv_indptr is not None:

@@ -47,7 +47,9 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts, (k_format, v_format) = CallFacts(f, TENSORS), pair_of(f)
-    record = attention_record_without_kv(facts, heads=f.k_cache.shape[2], group=f.q.shape[1] // f.k_cache.shape[2])
+    record = attention_record_without_kv(
+        facts, num_kv_heads=f.k_cache.shape[2], group=f.q.shape[1] // f.k_cache.shape[2]
+    )
     keys = _paged_matrix_record(facts, "k", k_format, f.q.shape[2])
     keys.query = facts.strided_tensor("q")
     values = _paged_matrix_record(facts, "v", v_format, f.out.shape[2])
@@ -64,10 +66,10 @@ def configure(f: SimpleNamespace) -> NativeLaunch:
     return NativeLaunch("attention", record, TENSORS)
 
 
-def attention_record_without_kv(facts: CallFacts, heads: int, group: int) -> Attention:
+def attention_record_without_kv(facts: CallFacts, num_kv_heads: int, group: int) -> Attention:
     """Returns a record with the requests and outputs that all attention operations share."""
     f, record = facts.f, Attention()
-    record.heads, record.group = heads, group
+    record.heads, record.group = num_kv_heads, group
     record.rows, record.max_q_len = f.out.shape[0], f.max_q_len
     record.batch_invariant, record.prefill_invariant = f.batch_invariant, getattr(f, "prefill_invariant", False)
     record.seq_lens, record.cu_seqlens_q = facts.index_tensor("seq_lens"), facts.index_tensor("cu_seqlens_q")
@@ -81,28 +83,29 @@ def attention_record_without_kv(facts: CallFacts, heads: int, group: int) -> Att
 
 
 def add_key_set(
-    record: Attention, facts: CallFacts, keys: Sequence[PagedMatrix], values: Sequence[PagedMatrix],
-    pages: Sequence[int], k_scale: Scale, v_scale: Scale, of: str = "",
+    record: Attention, facts: CallFacts, key_matrices: Sequence[PagedMatrix], value_matrices: Sequence[PagedMatrix],
+    cache_shape: Sequence[int], k_scale: Scale, v_scale: Scale, tensor_prefix: str = "",
 ) -> None:  # fmt: skip
-    """Add a set of keys to a record. pages: [P, S, …]. of: what the names of its tensors begin with."""
-    table = getattr(facts.f, f"{of}page_table")
+    """Add a set of keys to a record. cache_shape: [P, S, …]; tensor_prefix: of the names of its tensors."""
+    table = getattr(facts.f, f"{tensor_prefix}page_table")
     added: KeySet = record.sets[record.num_sets]
     record.num_sets += 1
-    added.num_keys, added.num_values = len(keys), len(values)
-    for to, found in ((added.keys, keys), (added.values, values)):
+    added.num_keys, added.num_values = len(key_matrices), len(value_matrices)
+    for to, found in ((added.keys, key_matrices), (added.values, value_matrices)):
         for i in range(2):
             to[i] = found[i] if i < len(found) else NO_MATRIX
-    added.page_table, (added.num_pages, added.page_size) = facts.index_tensor(f"{of}page_table"), pages[:2]
+    added.page_table = facts.index_tensor(f"{tensor_prefix}page_table")
+    added.num_pages, added.page_size = cache_shape[:2]
     if table is not None:
         record.requests, added.max_pages = table.shape
     added.k_scale, added.v_scale = k_scale, v_scale
-    added.lists = facts.key_lists(of, causal=table is not None and not of)
+    added.lists = facts.key_lists(tensor_prefix, causal=table is not None and not tensor_prefix)
 
 
-def _paged_matrix_record(facts: CallFacts, side: str, fmt: KVFormat, columns: int) -> PagedMatrix:
-    m = paged_matrix(facts.strided_tensor(f"{side}_cache"), CODES[fmt.code], columns)
+def _paged_matrix_record(facts: CallFacts, k_or_v: str, fmt: KVFormat, columns: int) -> PagedMatrix:
+    m = paged_matrix(facts.strided_tensor(f"{k_or_v}_cache"), CODES[fmt.code], columns)
     if fmt.scale in (BLOCK, TOKEN_HEAD):
-        m.scales = facts.strided_tensor(f"{side}_scale_cache")
+        m.scales = facts.strided_tensor(f"{k_or_v}_scale_cache")
         m.width, m.scale_dtype = fmt.scale_block or columns, DTYPES[fmt.scale_dtype or torch.float32]
     return m
 

@@ -45,7 +45,7 @@ def sources_hash() -> str:
     return hashlib.sha256(b"".join(p.name.encode() + p.read_bytes() for p in names)).hexdigest()[:16]
 
 
-def build(
+def build_library_and_return_levels(
     target: Path = LIBRARY, compiler: str | None = None, flags: Sequence[str] = (), levels: Sequence[str] = ()
 ) -> list[str]:
     """Compile and link `target`. Returns the levels in it. Raises RuntimeError with the compiler's message.
@@ -96,7 +96,7 @@ def main() -> int:
     parser.add_argument("--compiler", help=f"default: the first of {', '.join(_COMPILERS)} that is found")
     args = parser.parse_args()
     try:
-        made = build(compiler=args.compiler)
+        made = build_library_and_return_levels(compiler=args.compiler)
     except RuntimeError as e:
         sys.stderr.write(f"{e}\n")
         return 1

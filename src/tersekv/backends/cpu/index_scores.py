@@ -22,12 +22,14 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
-    return scores_or_select_launch(f, f.out.shape[-1], None)
+    return index_scores_or_select_launch(f, f.out.shape[-1], None)
 
 
-def scores_or_select_launch(f: SimpleNamespace, width: int, select: tuple[int, int, int, int] | None) -> NativeLaunch:
-    """select: k, keep_first, keep_last and open_group of a selection."""
-    names = _TENSORS if select else _TENSORS[:-1]
+def index_scores_or_select_launch(
+    f: SimpleNamespace, num_score_columns: int, topk_selection: tuple[int, int, int, int] | None
+) -> NativeLaunch:
+    """topk_selection: k, keep_first, keep_last and open_group; None: scores."""
+    names = _TENSORS if topk_selection else _TENSORS[:-1]
     facts, fmt = CallFacts(f, names), index_format(f.format)
     tensor = partial(tensor_and_two_strides, facts)
     keys = paged_matrix(tensor("k_cache"), CODES[fmt.code], f.k_cache.shape[-1], tensor("q"))
@@ -36,9 +38,9 @@ def scores_or_select_launch(f: SimpleNamespace, width: int, select: tuple[int, i
     record = IndexScores(
         keys, facts.index_tensor("page_table"), facts.index_tensor("seq_lens"), facts.index_tensor("cu_seqlens_q"),
         f.seq_lens.shape[0], f.q.shape[0], f.q.shape[1], f.max_q_len, f.page_table.shape[1], *f.k_cache.shape[:2],
-        facts.dtype("q"), tensor("weights"), f.ratio, f.relu, f.each, f.block, width, f.scale,
-        tensor("out", f.each), tensor("out_lens", f.each) if select else StridedTensor(records.NONE),
-        select is not None, *(select or (0, 0, 0, 0)),
+        facts.dtype("q"), tensor("weights"), f.ratio, f.relu, f.each, f.block, num_score_columns, f.scale,
+        tensor("out", f.each), tensor("out_lens", f.each) if topk_selection else StridedTensor(records.NONE),
+        topk_selection is not None, *(topk_selection or (0, 0, 0, 0)),
     )  # fmt: skip
     return NativeLaunch("index_scores", record, names)
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import library
-from .index_scores import scores_or_select_launch
+from .index_scores import index_scores_or_select_launch
 from .library import BoundLaunch, NativeLaunch
 
 
@@ -15,7 +15,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
-    return scores_or_select_launch(f, f.width, (f.k, f.keep_first, f.keep_last, f.open_group))
+    return index_scores_or_select_launch(f, f.width, (f.k, f.keep_first, f.keep_last, f.open_group))
 
 
 def run(call: Any, config: NativeLaunch) -> None:

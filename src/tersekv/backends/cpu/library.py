@@ -67,14 +67,16 @@ class Library:
         of the cores from other threads. A forked process uses the library's own: its OpenMP waits for threads that the
         fork did not copy.
         """
-        self._lib.tersekv_use_team(_find_gomp_parallel() if wanted and not _was_forked_without_exec() else None)
+        self._lib.tersekv_use_team(
+            _find_gomp_parallel_address() if wanted and not _is_forked_child_without_exec() else None
+        )
 
     @property
     def team(self) -> bool:
         return bool(self._lib.tersekv_has_team())
 
 
-def _find_gomp_parallel() -> int | None:
+def _find_gomp_parallel_address() -> int | None:
     """Returns the address of GOMP_parallel in the OpenMP runtime that PyTorch uses; None without one."""
     if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
         return None
@@ -88,7 +90,7 @@ def _find_gomp_parallel() -> int | None:
     return None
 
 
-def _was_forked_without_exec() -> bool:
+def _is_forked_child_without_exec() -> bool:
     """Returns whether this process is a forked child without an exec since. Linux only; else False."""
     try:
         flags = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[6]
@@ -129,10 +131,10 @@ class NativeLaunch:
 
     __slots__ = ("_array", "_function", "_judged", "_record", "names")
 
-    def __init__(self, function: str, record: Any, names: Sequence[str]) -> None:
+    def __init__(self, function: str, record: Any, tensor_names: Sequence[str]) -> None:
         library = library_or_reason()
         assert isinstance(library, Library)
-        self.names = tuple(names)
+        self.names = tuple(tensor_names)
         self._function, self._record = getattr(library, function), record
         self._judged = function in _REPORTING
         self._array = c_void_p * len(self.names)
@@ -162,26 +164,26 @@ class NativeLaunch:
         return launch
 
 
-def _raise_reported_fault(report: Report, call: Attention | IndexScores) -> None:
+def _raise_reported_fault(report: Report, record: Attention | IndexScores) -> None:
     """Raise for a bad value, with the messages of the `torch` backend."""
     b, (x, y) = report.request, report.values
     messages = {
         1: f"seq_lens: want at most {x} (max_pages * S), got {y} at {b}",
-        2: f"cu_seqlens_q: want rows in [0, {call.rows}], got [{x}, {y}) at {b}",
+        2: f"cu_seqlens_q: want rows in [0, {record.rows}], got [{x}, {y}) at {b}",
         3: f"max_q_len: want at least {x}, the rows of request {b}, got {y}",
         4: f"page_table: want page ids in [0, {x}), got {y} at request {b}",
         7: f"seq_lens: want at most {x} keys (max_pages * S), got {y} at {b}",
         6: f"seq_lens: want at most {x} before the new tokens (max_pages * S), got {y} at {b}",
     }
-    if isinstance(call, Attention) and report.fault >= _FIRST_OF_LISTS:
-        raise ValueError(_fault_of_lists(report, call))
+    if isinstance(record, Attention) and report.fault >= _FIRST_OF_LISTS:
+        raise ValueError(_key_list_fault_message(report, record))
     if report.fault not in messages:
         raise MemoryError("no memory for the tiles of an attention")
     raise ValueError(messages[report.fault])
 
 
-def _fault_of_lists(report: Report, call: Attention) -> str:
-    of, by_slot = "extra." if report.request else "", call.sets[report.request].page_table.tensor < 0
+def _key_list_fault_message(report: Report, record: Attention) -> str:
+    of, by_slot = "extra." if report.request else "", record.sets[report.request].page_table.tensor < 0
     (x, y), at = report.values, [i for i in report.at if i >= 0]
     entries = f"slots below {x} (P * S)" if by_slot else f"positions below {x} (max_pages * S)"
     return {

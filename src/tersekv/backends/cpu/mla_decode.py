@@ -58,35 +58,35 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts = CallFacts(f, _TENSORS)
-    record = attention_record_without_kv(facts, heads=1, group=f.q_nope.shape[1])
+    record = attention_record_without_kv(facts, num_kv_heads=1, group=f.q_nope.shape[1])
     record.query_dtype = facts.dtype("q_nope")
     record.sinks, record.lse_of_keys = facts.at("sinks"), f.lse_of_keys
     record.max_logits = facts.strided_tensor("max_logits")
-    _add_latents(record, facts, f.format, "")
+    _add_latent_key_set(record, facts, f.format, "")
     if f.extra_indices is not None:
-        _add_latents(record, facts, f.extra_format, "extra_")
+        _add_latent_key_set(record, facts, f.extra_format, "extra_")
     return NativeLaunch("attention", record, _TENSORS)
 
 
-def _add_latents(record: Attention, facts: CallFacts, format: str, of: str) -> None:
+def _add_latent_key_set(record: Attention, facts: CallFacts, format: str, tensor_prefix: str) -> None:
     f, fmt = facts.f, latent_format(format)
-    latent = _latent_matrices(facts, fmt, of)
+    latent = _latent_codes_and_bf16_tail(facts, fmt, tensor_prefix)
     keys = list(latent)
     if f.kpe.shape[-1]:
-        rotary, dtype = facts.strided_tensor(f"{of}kpe", has_heads=False), DTYPES[rope_dtype(fmt)]
+        rotary, dtype = facts.strided_tensor(f"{tensor_prefix}kpe", has_heads=False), DTYPES[rope_dtype(fmt)]
         keys.append(paged_matrix(rotary, dtype, f.kpe.shape[-1], facts.strided_tensor("q_pe")))
     # Only a per-tensor scale applies to the rotary part.
-    scale = facts.scale(f"{of}kv_scale") if fmt.scale == TENSOR else Scale(1.0, NONE, 0)
-    add_key_set(record, facts, keys, latent, getattr(f, f"{of}ckv").shape, scale, scale, of)
+    scale = facts.scale(f"{tensor_prefix}kv_scale") if fmt.scale == TENSOR else Scale(1.0, NONE, 0)
+    add_key_set(record, facts, keys, latent, getattr(f, f"{tensor_prefix}ckv").shape, scale, scale, tensor_prefix)
 
 
-def _latent_matrices(facts: CallFacts, fmt: KVFormat, of: str) -> list[PagedMatrix]:
+def _latent_codes_and_bf16_tail(facts: CallFacts, fmt: KVFormat, tensor_prefix: str) -> list[PagedMatrix]:
     """Returns a row's codes, and what lies behind them in 16 bits."""
-    codes, q = facts.strided_tensor(f"{of}ckv", has_heads=False), facts.strided_tensor("q_nope")
+    codes, q = facts.strided_tensor(f"{tensor_prefix}ckv", has_heads=False), facts.strided_tensor("q_nope")
     columns = facts.f.out.shape[-1] - fmt.tail
     latent = paged_matrix(codes, CODES[fmt.code], columns, q)
     if fmt.scale_dtype is not None:
-        latent.scales = facts.strided_tensor(f"{of}ckv_scale_cache", has_heads=False)
+        latent.scales = facts.strided_tensor(f"{tensor_prefix}ckv_scale_cache", has_heads=False)
         latent.width = fmt.scale_block
         latent.scale_dtype = E8M0 if fmt.scale_dtype == torch.uint8 else DTYPES[fmt.scale_dtype]
     if not fmt.tail:

@@ -164,23 +164,24 @@ class CallFacts:
             return IndexTensor(NONE)
         return IndexTensor(self.at(name), self.dtype(name), self.strides(name)[0])
 
-    def key_lists(self, of: str, *, causal: bool) -> KeyLists:
+    def key_lists(self, tensor_prefix: str, *, causal: bool) -> KeyLists:
         """Returns the lists [T, n] or [T, Hx, n] of a set of keys."""
-        lists = getattr(self.f, f"{of}indices")
+        lists = getattr(self.f, f"{tensor_prefix}indices")
         if lists is None:
             return KeyLists(StridedTensor(NONE))
-        (token, *head, entry), lens = self.strides(f"{of}indices"), self.strides(f"{of}index_lens")
+        token, *head, entry = self.strides(f"{tensor_prefix}indices")
+        lens = self.strides(f"{tensor_prefix}index_lens")
         heads = lists.shape[1] if head else 1
         return KeyLists(
-            StridedTensor(self.at(f"{of}indices"), (token, head[0] if heads > 1 else 0, entry)),
-            StridedTensor(self.at(f"{of}index_lens"), (c_int64 * 3)(*lens[: 2 if heads > 1 else 1])),
-            self.dtype(f"{of}indices"), self.dtype(f"{of}index_lens") if lens else 0, lists.shape[-1], heads,
-            1 if of else self.f.block_size, causal,
+            StridedTensor(self.at(f"{tensor_prefix}indices"), (token, head[0] if heads > 1 else 0, entry)),
+            StridedTensor(self.at(f"{tensor_prefix}index_lens"), (c_int64 * 3)(*lens[: 2 if heads > 1 else 1])),
+            self.dtype(f"{tensor_prefix}indices"), self.dtype(f"{tensor_prefix}index_lens") if lens else 0,
+            lists.shape[-1], heads, 1 if tensor_prefix else self.f.block_size, causal,
         )  # fmt: skip
 
-    def row_transform(self, side: str) -> RowTransform:
+    def row_transform(self, k_or_v: str) -> RowTransform:
         """Returns the rotation and channel scales of stored rows of "k" or "v"."""
-        signs, channels = f"{side}_signs", f"{side}_channel_scale"
+        signs, channels = f"{k_or_v}_signs", f"{k_or_v}_channel_scale"
         b, stride = getattr(self.f, signs), self.strides(channels)
         return RowTransform(
             self.at(signs), 0 if b is None else b.shape[0], self.at(channels), stride[0] if stride else 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...formats import BATCH_INVARIANCE, CHANNELS, PAIRS, ROTATION
 from ..host.bind import BoundLaunches
-from ..host.select_kernel import select_kernel
+from ..host.select_kernel import select_attention_module_and_why_not
 from . import decode, prefill
 
 SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
@@ -16,11 +16,11 @@ SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
 def why_not(f: SimpleNamespace) -> str | None:
     if f.prefill_invariant:  # one kernel would have to split keys for few rows, and not for many
         return f"takes no {BATCH_INVARIANCE} between prefill and decode"
-    return select_kernel(f, decode, prefill)[1]
+    return select_attention_module_and_why_not(f, decode, prefill)[1]
 
 
 def configure(f: SimpleNamespace) -> decode.Config | prefill.Config:
-    return select_kernel(f, decode, prefill)[0].configure(f)
+    return select_attention_module_and_why_not(f, decode, prefill)[0].configure(f)
 
 
 def run(call: Any, config: decode.Config | prefill.Config) -> None:

@@ -55,7 +55,7 @@ def output_and_workspace_args(f: SimpleNamespace, fp8_as_bytes: bool = False) ->
     )
 
 
-def attention_constants(f: SimpleNamespace) -> dict[str, Any]:
+def epilogue_softmax_scale_and_varlen_constants(f: SimpleNamespace) -> dict[str, Any]:
     """Returns the constexpr arguments shared by all these attention kernels."""
     return epilogue_and_softmax_scale_constants(f) | {
         # Ragged rows are read from cu_seqlens_q; a bound that changes with the batch must not recompile.
@@ -75,15 +75,15 @@ def epilogue_and_softmax_scale_constants(f: SimpleNamespace) -> dict[str, Any]:
     }
 
 
-def kernel_choice_facts(f: SimpleNamespace, rows_if_batch_invariant: int = 1) -> SimpleNamespace:
+def kernel_choice_facts(f: SimpleNamespace, q_len_if_batch_invariant: int = 1) -> SimpleNamespace:
     """Returns the facts by which kernels are chosen; batch invariant calls get none that depend on other requests.
 
-    rows_if_batch_invariant: query rows of a request to choose the kernel for in that case
+    q_len_if_batch_invariant: query rows of a request to choose the kernel for in that case
     """
     if not f.batch_invariant:
         return f
     table = f.page_table._replace(shape=(1, UNBOUNDED_PAGES))
-    return SimpleNamespace(**vars(f) | {"max_q_len": rows_if_batch_invariant, "page_table": table})
+    return SimpleNamespace(**vars(f) | {"max_q_len": q_len_if_batch_invariant, "page_table": table})
 
 
 def min_split_key_blocks(f: SimpleNamespace, block_n: int) -> int:

@@ -299,7 +299,7 @@ def bind_addresses(
     num_floats = 0 if workspace is None else workspace.num_floats
     allocate = cached_workspace if workspace is None or workspace.cached else _allocate
 
-    def launch_all(addresses: list[int]) -> bool:
+    def try_launch_all(addresses: list[int]) -> bool:
         stream = torch._C._cuda_getCurrentRawStream(index)
         if num_floats:
             memory = allocate(num_floats, device, stream)
@@ -331,7 +331,7 @@ def bind_addresses(
                 raise
         return True
 
-    return launch_all
+    return try_launch_all
 
 
 def _address_getter(places: list[int]) -> Callable[[list[int]], tuple[int, ...]]:

@@ -12,21 +12,21 @@ from types import CodeType, ModuleType
 from typing import Any
 
 
-def hash_callees_first(fn: Any, hashed: set[int] | None = None) -> None:
+def hash_callees_first_for_stable_cache_key(fn: Any, hashed_ids: set[int] | None = None) -> None:
     """Hash whatever a kernel calls, then the kernel."""
-    hashed = set() if hashed is None else hashed
-    if id(fn) in hashed or getattr(fn, "hash", "") is not None:  # interpreted, or hashed
+    hashed_ids = set() if hashed_ids is None else hashed_ids
+    if id(fn) in hashed_ids or getattr(fn, "hash", "") is not None:  # interpreted, or hashed
         return
-    hashed.add(id(fn))
-    for callee in _callees(fn):
-        hash_callees_first(callee, hashed)
+    hashed_ids.add(id(fn))
+    for callee in _jit_callees(fn):
+        hash_callees_first_for_stable_cache_key(callee, hashed_ids)
     fn.cache_key  # noqa: B018 (a property that computes it)
 
 
-def _callees(fn: Any) -> Iterator[Any]:
+def _jit_callees(fn: Any) -> Iterator[Any]:
     """Yields the kernel functions that the names in a function's code may mean, in the order of its code."""
     function = fn.fn
-    outer, names = inspect.getclosurevars(function).nonlocals, [*_global_names_in_code(function.__code__)]
+    outer, names = inspect.getclosurevars(function).nonlocals, [*_global_and_free_names_in_code(function.__code__)]
     for name in names:
         found = outer.get(name, function.__globals__.get(name))
         if isinstance(found, ModuleType):
@@ -37,12 +37,12 @@ def _callees(fn: Any) -> Iterator[Any]:
             yield found
 
 
-def _global_names_in_code(code: CodeType) -> Iterator[str]:
+def _global_and_free_names_in_code(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     yield from code.co_freevars
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _global_names_in_code(constant)
+            yield from _global_and_free_names_in_code(constant)
 
 
 def _is_jit(x: Any) -> bool:

@@ -69,7 +69,9 @@ def build_triton_utils_and_make_launcher_builder(folder_for_libcuda_stub: Path) 
         nvidia.libcuda_dirs()
     except (AssertionError, OSError, subprocess.SubprocessError):
         stub = folder_for_libcuda_stub / "libcuda.so.1"
-        subprocess.run([_c_compiler(), "-shared", "-x", "c", os.devnull, "-o", stub], check=True, capture_output=True)
+        subprocess.run(
+            [_c_compiler_path(), "-shared", "-x", "c", os.devnull, "-o", stub], check=True, capture_output=True
+        )
         triton.knobs.nvidia.libcuda_path = str(folder_for_libcuda_stub)
 
     def build(make: Callable[..., Any], *args: Any) -> None:
@@ -82,7 +84,7 @@ def build_triton_utils_and_make_launcher_builder(folder_for_libcuda_stub: Path) 
     return lambda kernel: build(nvidia.CudaLauncher, kernel.src, kernel.metadata)
 
 
-def _c_compiler() -> str:
+def _c_compiler_path() -> str:
     found = triton.knobs.build.cc or shutil.which("gcc") or shutil.which("clang")
     if found is None:
         raise OSError("want a C compiler: install gcc or clang, or set CC")

@@ -56,12 +56,12 @@ def facts_of_extra_key_set(f: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(**fields | none | extra | {"seq_lens": None, "block_size": 1})
 
 
-def facts_with_rows_as_requests(f: SimpleNamespace, page_size: int) -> SimpleNamespace:
+def facts_with_rows_as_requests(f: SimpleNamespace, cache_page_size: int) -> SimpleNamespace:
     """Returns the facts by which kernels are chosen: with lists every row is a request, which holds its list's keys."""
     if f.indices is None:
         return f
     rows, keys = f.out.shape[0], f.indices.shape[-1] * f.block_size
-    table = f.indices._replace(shape=(rows, -(-keys // page_size)), stride=(0, 1))
+    table = f.indices._replace(shape=(rows, -(-keys // cache_page_size)), stride=(0, 1))
     lens = f.indices._replace(shape=(rows,), stride=(1,))
     return SimpleNamespace(
         **vars(f) | {"page_table": table, "seq_lens": lens, "cu_seqlens_q": None, "max_q_len": 1}

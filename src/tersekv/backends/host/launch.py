@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...formats import BLOCK, GROUP, INDEX, NONE, STORED_FORMATS, TENSOR, TOKEN_HEAD, UE8M0
-from .cache_keys import hash_callees_first
-from .versions import compiler_options, launcher
+from .cache_keys import hash_callees_first_for_stable_cache_key
+from .versions import compiler_options_equal_on_all_versions, make_launcher_record
 
 _log = logging.getLogger("tersekv")
 absent_num_sms = 132  # of a chip that is planned for and not there: Hopper's
@@ -101,7 +102,7 @@ def shared_memory_of(arch: int) -> int:
 _SHARED_MEMORY = {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448, 110: 232448}
 
 
-def offsets_within_page_exceed_int32(*caches: Any) -> bool:
+def offsets_within_page_exceed_int32(caches: Sequence[Any]) -> bool:
     """Returns whether offsets within a page of some cache [pages, slots, ...] reach 2^31 elements."""
     extents = (
         (n - 1) * abs(step) for x in caches if x is not None for n, step in zip(x.shape[1:], x.stride[1:], strict=True)
@@ -133,7 +134,7 @@ class CompiledKernel:
     __slots__ = ("_compiled", "_device", "_fixed", "_hooks_index", "_launcher", "_run", "fn", "options")
 
     def __init__(self, fn: Any, **options: Any) -> None:
-        self.fn, self.options = fn, compiler_options(fn) | options
+        self.fn, self.options = fn, compiler_options_equal_on_all_versions(fn) | options
         self._compiled: Any = None
         self._launcher: Any = None
         self._run: Any = None
@@ -181,7 +182,7 @@ class CompiledKernel:
     def compile_and_launch(self, grid: tuple[int, ...], args: tuple) -> None:
         """Compile and launch through Triton; keep the launcher for later launches."""
         start = time.perf_counter()
-        hash_callees_first(self.fn)
+        hash_callees_first_for_stable_cache_key(self.fn)
         try:
             k = self.fn[grid](*args, **self.options)
         except Exception as e:
@@ -190,7 +191,7 @@ class CompiledKernel:
         _log.debug("%s ready after %.3f s", getattr(self.fn, "__name__", self.fn), time.perf_counter() - start)
         if k is None:  # interpreted, or a hook of Triton's prevented the compilation
             return
-        self._launcher = launcher(k)
+        self._launcher = make_launcher_record(k)
         self._run, self._fixed = self._launcher.run, self._launcher.fixed_args
         self._device = torch.cuda.current_device()
         self._hooks_index = self._launcher.hooks_index

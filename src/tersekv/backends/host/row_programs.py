@@ -43,11 +43,11 @@ def uses_pdl(f: SimpleNamespace) -> bool:
     """
     if f.arch is None or f.arch < 90:
         return False
-    return f.device.type != "cuda" or _driver_version() >= _FIRST_DRIVER_WITH_PDL_GRAPHS
+    return f.device.type != "cuda" or _cuda_driver_version() >= _FIRST_DRIVER_WITH_PDL_GRAPHS
 
 
 @cache
-def _driver_version() -> int:
+def _cuda_driver_version() -> int:
     """Returns the CUDA driver's version, major × 1000 + minor × 10; 0 without a driver."""
     version = ctypes.c_int()
     try:
@@ -67,16 +67,16 @@ def launches_dependents_late(fmt: str, elements: int, max_elements: int) -> bool
     return fmt == "nvfp4" or (fmt.endswith("per_token_head") and elements <= max_elements)
 
 
-def packed_read_mode(f: SimpleNamespace, stride_unit: int, side: str) -> int:
-    """Returns nonzero if rows of a side, "k" or "v", are read as packed pairs of values (packed_quant.py): 4-bit codes
-    of dense, unrotated 16-bit rows. 2: nvfp4's scales are stored in pairs too."""
-    rows, fmt = getattr(f, side), pair_of(f)["kv".index(side)]
-    turned = getattr(f, f"{side}_signs") is not None or getattr(f, f"{side}_channel_scale") is not None
+def num_tensors_accessed_in_pairs(f: SimpleNamespace, stride_unit: int, k_or_v: str) -> int:
+    """Returns 1 if rows of "k" or "v" are read as packed pairs of values (packed_quant.py), for 4-bit codes of dense,
+    unrotated 16-bit rows; 2 if nvfp4's scales are stored in pairs too; else 0."""
+    rows, fmt = getattr(f, k_or_v), pair_of(f)["kv".index(k_or_v)]
+    turned = getattr(f, f"{k_or_v}_signs") is not None or getattr(f, f"{k_or_v}_channel_scale") is not None
     if fmt.code not in ("e2m1", "int4") or stride_unit % 2 or turned or rows.dtype.itemsize != 2 or not rows.aligned:
         return 0
     if fmt.code == "int4":
         return 1
-    x = getattr(f, f"{side}_scale_cache")
+    x = getattr(f, f"{k_or_v}_scale_cache")
     return 2 if x.aligned and x.shape[-1] % 2 == 0 and not any(n % 2 for n in x.stride[:-1]) else 1
 
 
@@ -126,14 +126,14 @@ def program_elements(total: int, max_elements: int = MAX_ELEMENTS) -> int:
     return next((n for n in SIZES if n <= max_elements and total >= MIN_PROGRAMS * n), SMALL)
 
 
-def choose_rotated_elements_and_warps(num_elements: int, fmt: str) -> tuple[int, int]:
+def elements_and_warps_of_rotated_program(total_elements: int, fmt: str) -> tuple[int, int]:
     """Returns (elements, warps) of a program of rotated rows.
 
     NVIDIA H200, 2026-11-21, 256 tokens, 32 query and 8 K/V heads, programs of 1024 and of 2048 elements: fp8 2.87 and
     (8 warps) 2.33 us, per token and head 2.88, 2.62; 128 tokens 1.93, 2.03 and 1.96, 2.09.
     """
-    elements = program_elements(num_elements, MAX_ROTATED_ELEMENTS.get(fmt, MAX_ELEMENTS))
-    if elements == SMALL and 2 * num_elements >= MIN_PROGRAMS * SIZES[1]:
+    elements = program_elements(total_elements, MAX_ROTATED_ELEMENTS.get(fmt, MAX_ELEMENTS))
+    if elements == SMALL and 2 * total_elements >= MIN_PROGRAMS * SIZES[1]:
         if fmt in MAX_ROTATED_ELEMENTS:
             return SIZES[1], 8
         if fmt.endswith("per_token_head"):

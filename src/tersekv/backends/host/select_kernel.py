@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 _MAX_DECODE_ROWS, _MIN_MEAN_ROWS = 64, 32
 
 
-def select_kernel(
+def select_attention_module_and_why_not(
     f: SimpleNamespace, decode_module: ModuleType, prefill_module: ModuleType
 ) -> tuple[ModuleType, str | None]:
     """Returns the module that runs these facts, and why it cannot (None: it can).
@@ -21,7 +21,7 @@ def select_kernel(
         return decode_module, decode_module.why_not(f)
     if f.prefill_invariant:  # one kernel for few rows and for many
         return prefill_module, prefill_module.why_not(f)
-    if f.op == "decode" and not _has_many_rows(f):
+    if f.op == "decode" and not _has_many_q_rows_per_request(f):
         return decode_module, decode_module.why_not(f)
     reason = prefill_module.why_not(f)
     if f.k is not None or f.batch_invariant:  # decode's kernels read no new rows, and split keys by the batch
@@ -34,7 +34,7 @@ def select_kernel(
     return prefill_module, None if reason is None else f"{reason}; of decode's kernels: {by_decode}"
 
 
-def _has_many_rows(f: SimpleNamespace) -> bool:
+def _has_many_q_rows_per_request(f: SimpleNamespace) -> bool:
     """Returns whether a decode has many query rows on average.
 
     max_q_len alone does not say: its bound may be T. Batch invariant calls have not, since the mean depends on the

@@ -82,7 +82,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     if num_programs == 0:
         return LaunchSequence()
     unit = row_programs.common_stride_unit_of_tensors(f.k, f.v, f.k_cache, f.v_cache)
-    packed = [row_programs.packed_read_mode(f, unit, side) for side in "kv"]
+    packed = [row_programs.num_tensors_accessed_in_pairs(f, unit, side) for side in "kv"]
     if elements_per_program < row_programs.MAX_ELEMENTS:  # no thread holds two blocks of a row
         packed = [min(n, 1) for n in packed]
     bounds = row_programs.slot_mapping_bounds(f, f.k_cache.shape[0])

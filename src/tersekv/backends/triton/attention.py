@@ -7,7 +7,7 @@ from typing import Any
 
 from ...formats import BATCH_INVARIANCE, CHANNELS, LISTS, PAIRS, ROTATION
 from ..host.bind import BoundLaunches
-from ..host.select_kernel import select_kernel
+from ..host.select_kernel import select_attention_module_and_why_not
 from .decode import entry as decode
 from .prefill import entry as prefill
 
@@ -15,11 +15,11 @@ SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE, LISTS)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return select_kernel(f, decode, prefill)[1]
+    return select_attention_module_and_why_not(f, decode, prefill)[1]
 
 
 def configure(f: SimpleNamespace) -> decode.Config | prefill.Config:
-    return select_kernel(f, decode, prefill)[0].configure(f)
+    return select_attention_module_and_why_not(f, decode, prefill)[0].configure(f)
 
 
 def run(call: Any, config: decode.Config | prefill.Config) -> None:

@@ -127,7 +127,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     )
     num_elements = num_tokens * (heads * (dk_pad + dv_pad) + q_heads * (r + q_nope))
     elements_per_program, warps = min(
-        row_programs.choose_rotated_elements_and_warps(num_elements, name) for name in formats
+        row_programs.elements_and_warps_of_rotated_program(num_elements, name) for name in formats
     )
     k = row_programs.RowPrograms(
         num_tokens, heads, dk_pad, min(elements_per_program, row_programs.max_key_elements(formats[0], split_halves))
@@ -161,7 +161,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "ZERO_PADDING": f.zero_padding, "SCALE_T_MULTIPLIES": f.scales_quantize,
         "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f),
         "STRIDE_UNIT": unit, "SPLIT_HALVES": split_halves,
-        "V_PACKED_READ_MODE": min(row_programs.packed_read_mode(f, unit, "v"), 1), "USE_PTX": launch.has_ptx(f),
+        "V_PACKED_READ_MODE": min(row_programs.num_tensors_accessed_in_pairs(f, unit, "v"), 1), "USE_PTX": launch.has_ptx(f),
         "USE_PDL": row_programs.uses_pdl(f),
         "PDL_LAUNCH_LATE": any(
             row_programs.launches_dependents_late(name, elements_per_program, row_programs.SIZES[1])

@@ -51,23 +51,23 @@ struct AppendRun {
             to.skipped = slot < 0;
             if (slot >= 0 && slot / c.page_size < c.num_pages) to.page = slot / c.page_size, to.entry = slot % c.page_size;
         } else {
-            find_slot_by_kv_indices(token, to);
+            set_slot_from_kv_indices(token, to);
         }
         if (c.cos_sin >= 0 && to.position < 0) to.page = -1;
         return to;
     }
 
-    void find_slot_by_kv_indices(int64_t token, TokenSlot& found) const {
+    void set_slot_from_kv_indices(int64_t token, TokenSlot& slot) const {
         int64_t b = read_index(at[c.batch.tensor], c.batch.dtype, token);
         int64_t position = read_index(at[c.kv_positions.tensor], c.kv_positions.dtype, token);
-        found.skipped = b < 0;
+        slot.skipped = b < 0;
         if (b < 0 || b >= c.num_requests || position < 0) return;
         int64_t start = read_index(at[c.indptr.tensor], c.indptr.dtype, b);
         int64_t stop = read_index(at[c.indptr.tensor], c.indptr.dtype, b + 1);
         int64_t remaining = position / c.page_size;
         if (start < 0 || stop <= start || remaining >= stop - start || remaining >= c.num_indices - start) return;
         int64_t page = read_index(at[c.indices.tensor], c.indices.dtype, start + remaining);
-        if (page >= 0 && page < c.num_pages) found.page = page, found.entry = position % c.page_size;
+        if (page >= 0 && page < c.num_pages) slot.page = page, slot.entry = position % c.page_size;
     }
 
     float quantizing_multiplier(const RowWrite& row_write, int64_t head) const {
@@ -107,11 +107,11 @@ struct AppendRun {
                 return write_floats(row_buffer, row_write.out_dtype, out, n);
             }
             case ROW_SCALE:
-                if (row_write.out_dtype == INT4) return store(address_in(row_write.scales), quantize_store_int4_row_and_return_scale(row_buffer, n, code_buffer, out));
-                return store(address_in(row_write.scales), quantize_store_row_and_return_scale(row_buffer, n, row_write.out_dtype, out));
+                if (row_write.out_dtype == INT4) return store(address_in(row_write.scales), quantize_int4_row_and_return_scale_and_zero(row_buffer, n, code_buffer, out));
+                return store(address_in(row_write.scales), quantize_row_by_abs_max_and_return_scale(row_buffer, n, row_write.out_dtype, out));
             case BLOCK_SCALE: return quantize_and_store_nvfp4_row(row_write, head, row_buffer, n, code_buffer, out, address_in(row_write.scales));
-            case UE8M0_SCALE: return quantize_and_store_ue8m0_row(row_write, row_buffer, n, out, address_in(row_write.scales));
-            case GROUP_SCALE: return quantize_and_store_row_by_128_columns(row_buffer, n, row_write.out_dtype, out, address_in(row_write.scales));
+            case UE8M0_SCALE: return quantize_and_store_ue8m0_row_with_bf16_tail(row_write, row_buffer, n, out, address_in(row_write.scales));
+            case GROUP_SCALE: return quantize_and_store_row_pow2_scale_per_128(row_buffer, n, row_write.out_dtype, out, address_in(row_write.scales));
         }
     }
 
@@ -148,7 +148,7 @@ struct AppendRun {
         return from_bits(top);
     }
 
-    static float quantize_store_row_and_return_scale(float* x, int64_t n, int64_t dtype, char* out) {
+    static float quantize_row_by_abs_max_and_return_scale(float* x, int64_t n, int64_t dtype, char* out) {
         float scale = abs_max_ignoring_nan(x, n) / (dtype == INT8 ? 127.0f : dtype == E4M3 ? 448.0f : 57344.0f);
         scale = scale > 1e-6f ? scale : 1e-6f;
         float by = 1.0f / scale;
@@ -160,10 +160,10 @@ struct AppendRun {
         return scale;
     }
 
-    void quantize_and_store_nvfp4_row(const RowWrite& s, int64_t head, float* x, int64_t n, uint8_t* codes, char* out, char* scales) const {
-        float by = quantizing_multiplier(s, head), whole;
-        if (s.multiplier.tensor >= 0 && !c.scales_quantize)
-            whole = load<float>(at[s.multiplier.tensor] + 4 * head * s.multiplier.stride);
+    void quantize_and_store_nvfp4_row(const RowWrite& row_write, int64_t head, float* x, int64_t n, uint8_t* codes, char* out, char* scales) const {
+        float by = quantizing_multiplier(row_write, head), whole;
+        if (row_write.multiplier.tensor >= 0 && !c.scales_quantize)
+            whole = load<float>(at[row_write.multiplier.tensor] + 4 * head * row_write.multiplier.stride);
         else
             whole = 1.0f / by;
         for (int64_t i = 0; i < n; i += 16) {
@@ -181,7 +181,7 @@ struct AppendRun {
     }
 
     // Returns the stored scale, with the zero point in its four lowest bits.
-    float quantize_store_int4_row_and_return_scale(const float* x, int64_t n, uint8_t* codes, char* out) const {
+    float quantize_int4_row_and_return_scale_and_zero(const float* x, int64_t n, uint8_t* codes, char* out) const {
         float least = c.widen ? 0.0f : -NEGATIVE_INFINITY, most = c.widen ? 0.0f : NEGATIVE_INFINITY;
         for (int64_t i = 0; i < n; i++) {  // NaN is ignored
             least = x[i] < least ? x[i] : least;
@@ -202,20 +202,20 @@ struct AppendRun {
     static float next_power_of_two(float x) { return from_bits((bits(x) + 0x007FFFFF) & 0x7F800000); }
 
     // Exponents of scales, zeros behind them; the last columns of a row stay in bf16, behind its codes.
-    static void quantize_and_store_ue8m0_row(const RowWrite& s, float* x, int64_t n, char* out, char* scales) {
-        int64_t codes = n - s.tail;
-        memset(scales, 0, s.stored_scales);
-        for (int64_t i = 0; i < codes; i += s.width) {
-            float most = abs_max_ignoring_nan(x + i, s.width), scale = next_power_of_two((most > 1e-4f ? most : 1e-4f) / 448.0f);
-            store(scales + i / s.width, static_cast<uint8_t>(bits(scale) >> 23));
+    static void quantize_and_store_ue8m0_row_with_bf16_tail(const RowWrite& row_write, float* x, int64_t n, char* out, char* scales) {
+        int64_t codes = n - row_write.tail;
+        memset(scales, 0, row_write.stored_scales);
+        for (int64_t i = 0; i < codes; i += row_write.width) {
+            float most = abs_max_ignoring_nan(x + i, row_write.width), scale = next_power_of_two((most > 1e-4f ? most : 1e-4f) / 448.0f);
+            store(scales + i / row_write.width, static_cast<uint8_t>(bits(scale) >> 23));
             float by = 1.0f / scale;
-            for (int64_t j = i; j < i + s.width; j++) x[j] *= by;
+            for (int64_t j = i; j < i + row_write.width; j++) x[j] *= by;
         }
         write_floats(x, E4M3, out, codes);
-        write_floats(x + codes, BF16, out + codes, s.tail);
+        write_floats(x + codes, BF16, out + codes, row_write.tail);
     }
 
-    static void quantize_and_store_row_by_128_columns(float* x, int64_t n, int64_t dtype, char* out, char* scales) {
+    static void quantize_and_store_row_pow2_scale_per_128(float* x, int64_t n, int64_t dtype, char* out, char* scales) {
         for (int64_t i = 0; i < n; i += 128) {
             float scale = abs_max_ignoring_nan(x + i, 128) / 448.0f;
             scale = scale > 1e-4f ? scale : 1e-4f;

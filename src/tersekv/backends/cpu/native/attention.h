@@ -30,8 +30,8 @@ struct Request {
 
 inline bool has_lists(const Attention& c) { return c.sets[0].lists.entries.tensor >= 0; }
 
-inline KeyList list_of(const Attention& c, Addresses at, const Request& r, int64_t set) {
-    const KeySet& s = c.sets[set];
+inline KeyList key_list_of_request(const Attention& c, Addresses at, const Request& r, int64_t i_set) {
+    const KeySet& s = c.sets[i_set];
     bool slots = s.page_table.tensor < 0, known = slots || r.table_row >= 0;
     int64_t room = saturating_product(slots ? s.num_pages : s.max_pages, s.page_size);
     return KeyList(s, at, r.row, r.head, known && !slots ? r.table_row : 0, known ? (s.lists.causal ? r.last : room - 1) : -1);
@@ -47,16 +47,16 @@ inline float load_scale_or_host_value(const Scale& s, Addresses at, int64_t head
     return s.tensor < 0 ? static_cast<float>(s.value) : load<float>(at[s.tensor] + 4 * head * s.stride);
 }
 
-// Packs query row `row`, rotated like the cached keys if `transformed`. Returns the sum of its columns. bf16 pairs are
+// Packs query row `row`, rotated like the cached keys if `apply_transform`. Returns the sum of its columns. bf16 pairs are
 // exact: they are used for queries of at most 8 significant bits.
 template <class Packing>
-float pack_query(const Attention& c, const KeySet& keys, Addresses at, int64_t row, int64_t head, bool transformed, uint32_t* out) {
+float pack_query_and_return_sum(const Attention& c, const KeySet& keys, Addresses at, int64_t row, int64_t head, bool apply_transform, uint32_t* out) {
     float x[MAX_TRANSFORMED_COLUMNS], sum = 0.0f;
     int64_t size = c.query_dtype == F32 ? 4 : c.query_dtype == E4M3 || c.query_dtype == E5M2 ? 1 : 2;
     for (int64_t i = 0; i < keys.num_keys; i++) {
         const PagedMatrix& m = keys.keys[i];
         const char* p = at[m.query.tensor] + row * m.query.strides[0] + head * m.query.strides[1] + m.query_column * size;
-        if (transformed && is_transformed(c.key_transform)) {
+        if (apply_transform && is_transformed(c.key_transform)) {
             read_floats(p, c.query_dtype, x, m.columns);
             scale_and_rotate_query(c.key_transform, at, head / c.group, x, m.columns);
             for (int64_t j = 0; j < m.columns; j += Packing::VALUES) *out++ = pack_word(Packing(), x + j);
@@ -145,9 +145,9 @@ private:
 
     // Main loop over the item's key tiles in the current source, all heads per tile.
     void mainloop(const WorkItem& item, const Request& request, const MaskArgs& mask_args, const State& state) {
-        int64_t buffer = 0, k = item.begin, begin = k, count = find_row_offsets_of_tile(item, request, k, buffer);
+        int64_t buffer = 0, k = item.begin, begin = k, count = find_row_offsets_and_return_count(item, request, k, buffer);
         while (count > 0) {
-            int64_t next_begin = k, next = find_row_offsets_of_tile(item, request, k, buffer ^ 1);
+            int64_t next_begin = k, next = find_row_offsets_and_return_count(item, request, k, buffer ^ 1);
             TilePosition position = {begin, count, next, buffer, ahead};
             for (int64_t h = 0; h < item.heads; h++) {
                 for (int read = 0; read < NUM_READS; read++) ahead[read] = prefetcher_of_next_tile_part(item, read, h, position);
@@ -171,33 +171,33 @@ private:
 
     void pack_queries(const WorkItem& item, const Request& request, int64_t h) {
         uint32_t* out = queries_of(item, h);
-        if (tiles.small_m) memset(out, 0, MAX_SMALL_M * tiles.query_units * 4);
+        if (tiles.small_m) memset(out, 0, MAX_SMALL_M * tiles.query_row_words * 4);
         for (int64_t m = 0; m < item.rows; m++) {
             int64_t r = item.row + m, row = request.row + r / c.group, head = (item.head + h) * c.group + r % c.group;
             float& sum = tiles.query_sums[h * item.rows + m];
             if (!tiles.small_m) {
-                sum = pack_query<Packing>(c, set, at, row, head, in_pages, out + m * tiles.query_units);
+                sum = pack_query_and_return_sum<Packing>(c, set, at, row, head, in_pages, out + m * tiles.query_row_words);
             } else if constexpr (Packing::VALUES == 2) {
                 const StridedTensor& q = set.keys[0].query;
                 sum = pack_query_small_m_and_return_sum(Packing(), at[q.tensor] + row * q.strides[0] + head * q.strides[1], c.query_dtype,
-                                   set.keys[0].columns, set.keys[0].dtype, out + m * tiles.query_units);
+                                   set.keys[0].columns, set.keys[0].dtype, out + m * tiles.query_row_words);
             }
         }
     }
 
     uint32_t* queries_of(const WorkItem& item, int64_t h) const {
-        return tiles.queries + h * (tiles.small_m ? MAX_SMALL_M : item.rows) * tiles.query_units;
+        return tiles.queries + h * (tiles.small_m ? MAX_SMALL_M : item.rows) * tiles.query_row_words;
     }
 
     // Finds the rows of the tile that begins at key k, and moves k behind it. Returns their number; 0: there are none left.
-    int64_t find_row_offsets_of_tile(const WorkItem& item, const Request& request, int64_t& k, int64_t buffer) {
+    int64_t find_row_offsets_and_return_count(const WorkItem& item, const Request& request, int64_t& k, int64_t buffer) {
         auto found = [&](int64_t t, int64_t page, int64_t slot) {
             for (int read = 0; read < NUM_READS; read++) {
                 const StridedTensor& p = tensor_of(read);
                 offset[buffer][read][t] = page * p.strides[0] + slot * p.strides[1];
             }
         };
-        if (has_lists(c)) return list_of(c, at, request, item.set).next_keys(k, item.end, BLOCK_N, found);
+        if (has_lists(c)) return key_list_of_request(c, at, request, item.set).visit_visible_keys_and_return_count(k, item.end, BLOCK_N, found);
         int64_t begin = k, count = item.end - k < BLOCK_N ? item.end - k : BLOCK_N;
         if (count <= 0) return 0;
         k += count;
@@ -263,7 +263,7 @@ private:
         // QK.
         tiles.small_m ? compute_scores_small_m(item, head, h, position) : compute_scores(item, head, h, position);
         int64_t first = item.row / c.group, last = (item.row + item.rows - 1) / c.group;
-        bool whole = has_lists(c) || mask_args.all_visible(first, last, k, k + count);
+        bool unmasked = has_lists(c) || mask_args.all_visible(first, last, k, k + count);
         float factor = load_scale_or_host_value(c.softmax_scale, at, 0) * (in_pages ? load_scale_or_host_value(set.k_scale, at, head) : 1.0f);
         float cap = static_cast<float>(c.softcap);
         // Per row: scale, softcap, mask, online softmax, rescale of acc_o.
@@ -271,8 +271,8 @@ private:
             float* s = tiles.scores + m * BLOCK_N;
             float by = cap ? factor : factor * LOG2E;
             for (int64_t t = 0; t < padded; t += W) store(s + t, load<VecF>(s + t) * by);
-            if (cap) apply_softcap(s, padded, cap);
-            if (!whole) apply_mask(s, mask_args, (item.row + m) / c.group, k, count);
+            if (cap) apply_softcap_times_log2e(s, padded, cap);
+            if (!unmasked) apply_mask(s, mask_args, (item.row + m) / c.group, k, count);
             for (int64_t t = count; t < padded; t++) s[t] = NEGATIVE_INFINITY;
             float old = online_softmax_step(s, padded, state.softmax[m]);
             if (old != 1.0f) {
@@ -281,27 +281,27 @@ private:
             }
         }
         // PV.
-        accumulate_pv(item, head, position, whole, state);
+        accumulate_pv(item, head, position, unmasked, state);
     }
 
     // QK: scores [rows, BLOCK_N] of a tile, without per-tensor scales.
     void compute_scores(const WorkItem& item, int64_t head, int64_t h, const TilePosition& position) {
         Operands o = {};
         o.a = queries_of(item, h);
-        o.a_stride = tiles.query_units;
+        o.a_stride = tiles.query_row_words;
         o.b_stride = BLOCK_N, o.c = tiles.scores, o.c_stride = BLOCK_N;
         for (int64_t i = 0; i < (in_pages ? set.num_keys : 1); i++) {
             const PagedMatrix& m = keys[i];
             pack_keys(Packing(), m.dtype, rows_of(i == 0 ? KEYS : MORE_KEYS, head, position), m.columns, tiles.keys);
             int64_t groups = m.width ? m.columns / m.width : 1;
-            if (m.width) load_scales(m.scale_dtype, rows_of(KEY_SCALES, head, position), groups, tiles.scales);
+            if (m.width) load_and_transpose_scales(m.scale_dtype, rows_of(KEY_SCALES, head, position), groups, tiles.scales);
             o.b = tiles.keys;
             o.depth = m.columns / groups / Packing::VALUES;
             for (int64_t g = 0; g < groups; g++, o.a += o.depth, o.b += o.depth * BLOCK_N, o.add = true) {
                 o.factor = m.width ? tiles.scales + g * BLOCK_N : nullptr;
                 multiply<Packing>(o, item.rows, round_up(position.count, W));
             }
-            if (m.dtype == INT4) add_zero_point_terms(item.rows, tiles.query_sums + h * item.rows, round_up(position.count, W));
+            if (m.dtype == INT4) add_zero_point_terms_to_scores(item.rows, tiles.query_sums + h * item.rows, round_up(position.count, W));
         }
     }
 
@@ -312,23 +312,23 @@ private:
             scores_small_m(Packing(), m.dtype, rows_of(KEYS, head, position), scales, m.columns, queries_of(item, h),
                           item.rows, tiles.scores);
             if (!tiles.num_row_scales(m)) return;
-            load_scales(m.scale_dtype, scales, 1, tiles.scales);
+            load_and_transpose_scales(m.scale_dtype, scales, 1, tiles.scales);
             for (int64_t r = 0; r < item.rows; r++)
                 for (int64_t t = 0; t < round_up(position.count, W); t += W) {
                     float* s = tiles.scores + r * BLOCK_N + t;
                     store(s, load<VecF>(s) * load<VecF>(tiles.scales + t));
                 }
-            if (m.dtype == INT4) add_zero_point_terms(item.rows, tiles.query_sums + h * item.rows, round_up(position.count, W));
+            if (m.dtype == INT4) add_zero_point_terms_to_scores(item.rows, tiles.query_sums + h * item.rows, round_up(position.count, W));
         }
     }
 
     // Adds the zero points of a tile's keys to the scores: shift × scale × sum of the query, per key and row.
-    void add_zero_point_terms(int64_t rows, const float* sums, int64_t padded) {
-        for (int64_t t = 0; t < padded; t += W) {
+    void add_zero_point_terms_to_scores(int64_t num_rows, const float* query_sums, int64_t padded_keys) {
+        for (int64_t t = 0; t < padded_keys; t += W) {
             VecF lacks = zero_point_shift(tiles.scales, t) * load<VecF>(tiles.scales + t);
-            for (int64_t r = 0; r < rows; r++) {
+            for (int64_t r = 0; r < num_rows; r++) {
                 float* s = tiles.scores + r * BLOCK_N + t;
-                store(s, fma(lacks, broadcast(sums[r]), load<VecF>(s)));
+                store(s, fma(lacks, broadcast(query_sums[r]), load<VecF>(s)));
             }
         }
     }
@@ -337,32 +337,32 @@ private:
     void pack_zero_point_shifts(int64_t padded) {
         for (int64_t t = 0; t < padded; t += W) store(tiles.shifts + t, zero_point_shift(tiles.scales, t));
         float unused = 0.0f;
-        pack_p_and_test_rounding(Packing(), reinterpret_cast<float*>(tiles.shifts), nullptr, padded, tiles.shifts, unused);
+        pack_p_and_return_needs_residual(Packing(), reinterpret_cast<float*>(tiles.shifts), nullptr, padded, tiles.shifts, unused);
     }
 
     // PV: acc_o += P × values.
-    void accumulate_pv(const WorkItem& item, int64_t head, const TilePosition& position, bool whole, const State& state) {
-        int64_t column = 0, sum = 0;
+    void accumulate_pv(const WorkItem& item, int64_t head, const TilePosition& position, bool unmasked, const State& state) {
+        int64_t column = 0, abs_p_sum = 0;
         for (int64_t i = 0; i < (in_pages ? set.num_values : 1); i++) {
-            accumulate_pv_of_matrix(item, head, position, whole, state, i ? MORE_VALUES : VALUES, column, sum);
-            column += values[i].columns, sum += tiles.num_p_sums(values[i]);
+            accumulate_pv_of_matrix(item, head, position, unmasked, state, i ? MORE_VALUES : VALUES, column, abs_p_sum);
+            column += values[i].columns, abs_p_sum += tiles.num_p_sums(values[i]);
         }
     }
 
-    // Columns of acc_o from `first` on, and sums of |P| from `first_sum` on, belong to the matrix.
-    void accumulate_pv_of_matrix(const WorkItem& item, int64_t head, const TilePosition& position, bool whole, const State& state,
-                                 int read, int64_t first, int64_t first_sum) {
+    // Columns of acc_o from `first_column` on, and sums of |P| from `first_abs_p_sum` on, belong to the matrix.
+    void accumulate_pv_of_matrix(const WorkItem& item, int64_t head, const TilePosition& position, bool unmasked, const State& state,
+                                 int read, int64_t first_column, int64_t first_abs_p_sum) {
         const PagedMatrix& m = matrix_of(read);
         int64_t count = position.count, padded = round_up(count, W);
         Rows rows = rows_of(read, head, position), by = m.width ? rows_of(VALUE_SCALES, head, position) : Rows{};
         // Integer codes are never NaN: a P of 0 is enough to mask a value.
-        bool straight = tiles.small_m && (whole || m.dtype == INT8 || is_4_bit(m.dtype));
+        bool straight = tiles.small_m && (unmasked || m.dtype == INT8 || is_4_bit(m.dtype));
         if (!straight) pack_v_tile(m, rows);
         int64_t all_columns = tiles.small_m ? round_up(m.columns, 64) : m.columns;
         int64_t factored = tiles.num_row_scales(m), groups = factored ? factored : 1, columns = all_columns / groups;
-        if (factored && !is_latent()) load_scales(m.scale_dtype, by, groups, tiles.scales);
+        if (factored && !is_latent()) load_and_transpose_scales(m.scale_dtype, by, groups, tiles.scales);
         if (m.dtype == INT4) pack_zero_point_shifts(padded);
-        bool finite = whole || straight || v_tile_is_finite(count, all_columns);
+        bool finite = unmasked || straight || v_tile_is_finite(count, all_columns);
         Operands o = {};
         o.a = tiles.packed_p, o.a_stride = BLOCK_N / Packing::VALUES;
         o.b_stride = tiles.value_stride, o.c_stride = state.stride;
@@ -371,15 +371,15 @@ private:
         for (int64_t g = 0; g < groups; g++) {
             const float* scales = factored ? tiles.scales + g * BLOCK_N : nullptr;
             if (!finite) {
-                accumulate_pv_skipping_zero_p(item.rows, count, scales, g * columns, columns, first, first_sum + g, state);
+                accumulate_pv_skipping_zero_p(item.rows, count, scales, g * columns, columns, first_column, first_abs_p_sum + g, state);
                 continue;
             }
             bool shows = false, row_shows[MAX_BLOCK_M];
             for (int64_t r = 0; r < item.rows; r++)
-                shows |= row_shows[r] = pack_p_and_test_rounding(Packing(), tiles.scores + r * BLOCK_N, scales, padded,
-                                               tiles.packed_p + r * o.a_stride, abs_p_sums_of_row(state, r)[first_sum + g]);
+                shows |= row_shows[r] = pack_p_and_return_needs_residual(Packing(), tiles.scores + r * BLOCK_N, scales, padded,
+                                               tiles.packed_p + r * o.a_stride, abs_p_sums_of_row(state, r)[first_abs_p_sum + g]);
             o.b = tiles.values + g * columns;
-            o.c = state.values + first + g * columns;
+            o.c = state.values + first_column + g * columns;
             auto add = [&](bool rest) {
                 // With P as rounded, so that its rounding error multiplies (code - zero point).
                 float lacks[MAX_BLOCK_M];
@@ -433,17 +433,17 @@ private:
     }
 
     // PV of a tile with masked keys and non-finite values: skips values with P = 0, even if NaN.
-    void accumulate_pv_skipping_zero_p(int64_t rows, int64_t count, const float* scales, int64_t column, int64_t columns, int64_t first, int64_t sum,
-                              const State& state) {
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t t = 0; t < count; t++) {
+    void accumulate_pv_skipping_zero_p(int64_t num_rows, int64_t num_keys, const float* scales, int64_t v_column,
+                                       int64_t num_columns, int64_t first_acc_column, int64_t i_abs_p_sum, const State& state) {
+        for (int64_t r = 0; r < num_rows; r++)
+            for (int64_t t = 0; t < num_keys; t++) {
                 float p = tiles.scores[r * BLOCK_N + t];
                 if (p == 0.0f) continue;
                 if (scales != nullptr) p *= scales[t];
-                abs_p_sums_of_row(state, r)[sum] += p < 0 ? -p : p;
-                float* acc = state.values + r * state.stride + first + column;
-                for (int64_t i = 0; i < columns; i++)
-                    acc[i] += p * unpack_value(Packing(), tiles.values, tiles.value_stride, t, column + i);
+                abs_p_sums_of_row(state, r)[i_abs_p_sum] += p < 0 ? -p : p;
+                float* acc = state.values + r * state.stride + first_acc_column + v_column;
+                for (int64_t i = 0; i < num_columns; i++)
+                    acc[i] += p * unpack_value(Packing(), tiles.values, tiles.value_stride, t, v_column + i);
             }
     }
 };

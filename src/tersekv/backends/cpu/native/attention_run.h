@@ -37,6 +37,7 @@ struct AttentionRun {
     int64_t* first_split;
     float* states;
     int64_t split_floats;
+    double work_of_split;  // work that a split should have
     size_t tile_bytes;
     bool no_memory;
 
@@ -54,14 +55,14 @@ private:
     }
 
     // Returns the unsplit work item of an m_block over a set: its rows, and the range of keys visible to them.
-    WorkItem make_unsplit_item(int64_t request, int64_t index, int64_t set) const {
-        const Request& r = requests[request];
+    WorkItem make_unsplit_item(int64_t i_request, int64_t i_m_block, int64_t i_set) const {
+        const Request& r = requests[i_request];
         WorkItem item = {};
-        item.request = request, item.set = set, item.row = index * MAX_BLOCK_M, item.heads = item_heads < r.heads ? item_heads : r.heads;
-        item.small_m = Packing::VALUES == 2 && !c.prefill_invariant && r.rows * c.group <= MAX_SMALL_M && supports_small_m(c, c.sets[set]);
+        item.request = i_request, item.set = i_set, item.row = i_m_block * MAX_BLOCK_M, item.heads = item_heads < r.heads ? item_heads : r.heads;
+        item.small_m = Packing::VALUES == 2 && !c.prefill_invariant && r.rows * c.group <= MAX_SMALL_M && supports_small_m(c, c.sets[i_set]);
         item.rows = r.rows * c.group - item.row;
         if (item.rows > MAX_BLOCK_M) item.rows = MAX_BLOCK_M;
-        if (has_lists(c)) return item.end = set ? r.extra_keys : r.keys, item;
+        if (has_lists(c)) return item.end = i_set ? r.extra_keys : r.keys, item;
         MaskArgs mask_args = {r.keys, r.keys - r.rows, window_or_zero_if_all(c, r.keys), c.mask.tensor < 0 ? nullptr : at[c.mask.tensor], 0};
         item.begin = item.first_key = mask_args.first_visible(item.row / c.group);
         item.end = mask_args.visible_end((item.row + item.rows - 1) / c.group);
@@ -79,7 +80,7 @@ private:
 
     // Calls f(items) with the unsplit items of each m_block, one a set; one without keys only if none has any.
     template <class F>
-    void for_each_m_block(F f) {
+    void for_each_m_block(F f) const {
         for (int64_t b = 0; b < num_requests; b++)
             for (int64_t i = 0; i < num_m_blocks(requests[b]); i++) {
                 WorkItem of_sets[2];
@@ -104,50 +105,65 @@ private:
         const StridedTensor& values = c.sets[0].values[0].codes;
         bool beside = c.heads == 1 || values.strides[2] <= values.strides[1];
         item_heads = beside && c.heads * max_rows <= MAX_BLOCK_M ? c.heads : 1;
+        double total = total_work(), wanted = total / (has_team() ? WORTH_A_TEAM : WORTH_A_THREAD);
+        worth = wanted < threads - 1 ? static_cast<int64_t>(wanted) + 1 : threads;
+        work_of_split = worth > 1 ? total / (worth * ITEMS_PER_THREAD) : total;
+        num_items = num_splits_total = num_combines = 0;
+        for_each_m_block([&](const WorkItem* of_sets, int64_t n) { count_items_of_m_block(of_sets, n); });
+        if (!allocate_items_and_states()) return report.fault = NO_MEMORY, false;
+        num_items = num_splits_total = num_combines = 0;
+        for_each_m_block([&](const WorkItem* of_sets, int64_t n) { append_items_of_m_block(of_sets, n); });
+        return true;
+    }
+
+    double total_work() const {
         double total = 0;
         for_each_m_block([&](const WorkItem* of_sets, int64_t n) {
             for (int64_t i = 0; i < n; i++) total += work_of_item(of_sets[i]) * num_head_sets(of_sets[i]);
         });
-        double wanted = total / (has_team() ? WORTH_A_TEAM : WORTH_A_THREAD);
-        worth = wanted < threads - 1 ? static_cast<int64_t>(wanted) + 1 : threads;
-        double share = worth > 1 ? total / (worth * ITEMS_PER_THREAD) : total;
-        auto num_splits = [&](const WorkItem& item) {
-            int64_t keys = item.end - item.begin, most = keys / MIN_SPLIT_KEYS;
-            if (c.batch_invariant) return keys > 0 ? (keys + BATCH_INVARIANT_SPLIT_KEYS - 1) / BATCH_INVARIANT_SPLIT_KEYS : 1;
-            int64_t n = static_cast<int64_t>(work_of_item(item) / (share > 1 ? share : 1) + 0.5);
-            n = n < most ? n : most;
-            return n > 1 ? n : 1;
-        };
-        num_items = num_splits_total = num_combines = 0;
-        for_each_m_block([&](const WorkItem* of_sets, int64_t n) {
-            int64_t splits = 0, head_sets = num_head_sets(of_sets[0]);
-            for (int64_t i = 0; i < n; i++) splits += num_splits(of_sets[i]);
-            num_items += splits * head_sets;
-            if (splits > 1) num_splits_total += splits * head_sets, num_combines += head_sets;
-        });
-        if (!allocate_items_and_states()) return report.fault = NO_MEMORY, false;
-        int64_t index = 0, split = 0, combine = 0;
-        for_each_m_block([&](const WorkItem* of_sets, int64_t n) {
-            int64_t splits = 0, head = requests[of_sets[0].request].head;
-            for (int64_t i = 0; i < n; i++) splits += num_splits(of_sets[i]);
-            for (int64_t h = 0; h < num_head_sets(of_sets[0]); h++, head += of_sets[0].heads) {
-                if (splits > 1) first_split[combine] = split, remaining[combine] = splits;
-                for (int64_t i = 0; i < n; i++) {
-                    WorkItem item = of_sets[i];
-                    int64_t begin = item.begin, end = item.end, parts = num_splits(item);
-                    int64_t length = c.prefill_invariant ? BATCH_INVARIANT_SPLIT_KEYS : round_up((end - begin + parts - 1) / parts, BLOCK_N);
-                    item.head = head, item.combine = combine;
-                    for (int64_t p = 0; p < parts; p++) {
-                        item.begin = begin + p * length < end ? begin + p * length : end;
-                        item.end = item.begin + length < end ? item.begin + length : end;
-                        item.state = splits > 1 ? split++ : -1;
-                        items[index++] = item;
-                    }
+        return total;
+    }
+
+    int64_t num_splits(const WorkItem& item) const {
+        int64_t keys = item.end - item.begin, most = keys / MIN_SPLIT_KEYS;
+        if (c.batch_invariant) return keys > 0 ? (keys + BATCH_INVARIANT_SPLIT_KEYS - 1) / BATCH_INVARIANT_SPLIT_KEYS : 1;
+        int64_t n = static_cast<int64_t>(work_of_item(item) / (work_of_split > 1 ? work_of_split : 1) + 0.5);
+        n = n < most ? n : most;
+        return n > 1 ? n : 1;
+    }
+
+    int64_t num_splits_of_m_block(const WorkItem* items_by_set, int64_t num_sets) const {
+        int64_t splits = 0;
+        for (int64_t i = 0; i < num_sets; i++) splits += num_splits(items_by_set[i]);
+        return splits;
+    }
+
+    // Adds the items, splits and combines of an m_block to their counts.
+    void count_items_of_m_block(const WorkItem* items_by_set, int64_t num_sets) {
+        int64_t splits = num_splits_of_m_block(items_by_set, num_sets), head_sets = num_head_sets(items_by_set[0]);
+        num_items += splits * head_sets;
+        if (splits > 1) num_splits_total += splits * head_sets, num_combines += head_sets;
+    }
+
+    // Appends the items of an m_block, divided by heads and split by keys, and counts them again.
+    void append_items_of_m_block(const WorkItem* items_by_set, int64_t num_sets) {
+        int64_t splits = num_splits_of_m_block(items_by_set, num_sets), head = requests[items_by_set[0].request].head;
+        for (int64_t h = 0; h < num_head_sets(items_by_set[0]); h++, head += items_by_set[0].heads) {
+            if (splits > 1) first_split[num_combines] = num_splits_total, remaining[num_combines] = splits;
+            for (int64_t i = 0; i < num_sets; i++) {
+                WorkItem item = items_by_set[i];
+                int64_t begin = item.begin, end = item.end, parts = num_splits(item);
+                int64_t length = c.prefill_invariant ? BATCH_INVARIANT_SPLIT_KEYS : round_up((end - begin + parts - 1) / parts, BLOCK_N);
+                item.head = head, item.combine = num_combines;
+                for (int64_t p = 0; p < parts; p++) {
+                    item.begin = begin + p * length < end ? begin + p * length : end;
+                    item.end = item.begin + length < end ? item.begin + length : end;
+                    item.state = splits > 1 ? num_splits_total++ : -1;
+                    items[num_items++] = item;
                 }
-                if (splits > 1) combine++;
             }
-        });
-        return true;
+            if (splits > 1) num_combines++;
+        }
     }
 
     // Returns how many items a request's heads are divided into.
@@ -158,7 +174,7 @@ private:
         tile_bytes = split_floats = 0;
         for (bool small_m : each) {
             Tiles<Packing> tiles(c, small_m);
-            size_t bytes = tiles.allocate(nullptr, item_heads, max_rows);
+            size_t bytes = tiles.lay_out_and_return_bytes(nullptr, item_heads, max_rows);
             int64_t floats = round_up(item_heads * max_rows * (tiles.state_stride + 2), 16);
             tile_bytes = bytes > tile_bytes ? bytes : tile_bytes;
             split_floats = floats > split_floats ? floats : split_floats;
@@ -242,7 +258,7 @@ private:
         parallel_for((num_requests + step - 1) / step, num_requests * entries > 2 * LIST_ENTRIES_OF_ITEM ? threads : 1, threads, check_lists_of_item, this);
         if (first_faulty_list < num_requests) {
             Request& r = requests[first_faulty_list];
-            for (int64_t i = 0; i < c.num_sets && report.fault == NO_FAULT; i++) count_keys(r, i, report);
+            for (int64_t i = 0; i < c.num_sets && report.fault == NO_FAULT; i++) check_list_and_count_keys(r, i, report);
             report.at[0] = r.row, report.at[1] = lists > 1 ? r.head : -1;
             return false;
         }
@@ -257,23 +273,23 @@ private:
         for (int64_t i = begin; i < end && i < self.num_requests; i++) {
             Request& r = self.requests[i];
             Report found = {};
-            r.keys = self.count_keys(r, 0, found);
-            r.extra_keys = self.c.num_sets > 1 ? self.count_keys(r, 1, found) : 0;
+            r.keys = self.check_list_and_count_keys(r, 0, found);
+            r.extra_keys = self.c.num_sets > 1 ? self.check_list_and_count_keys(r, 1, found) : 0;
             int64_t old = __atomic_load_n(&self.first_faulty_list, __ATOMIC_RELAXED);
             while (found.fault != NO_FAULT && i < old && !__atomic_compare_exchange_n(&self.first_faulty_list, &old, i, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
         }
     }
 
     // Returns the keys of a request's list, up to the last that is seen; `found` reports a wrong entry.
-    int64_t count_keys(const Request& r, int64_t set, Report& found) const {
-        const KeyLists& l = c.sets[set].lists;
+    int64_t check_list_and_count_keys(const Request& r, int64_t i_set, Report& found) const {
+        const KeyLists& l = c.sets[i_set].lists;
         int64_t used = l.length;
         if (l.lens.tensor >= 0) {
             int64_t n = read_index(at[l.lens.tensor] + r.row * l.lens.strides[0] + r.head * l.lens.strides[1], l.lens_dtype, 0);
             used = n < used ? n : used;
         }
-        int64_t keys = used > 0 ? list_of(c, at, r, set).check_and_count_keys(used, found) : 0;
-        if (keys < 0) found.request = set;
+        int64_t keys = used > 0 ? key_list_of_request(c, at, r, i_set).check_entries_and_count_keys(used, found) : 0;
+        if (keys < 0) found.request = i_set;
         return keys;
     }
 
@@ -282,7 +298,7 @@ private:
     }
 
     void store_empty_output_row(int64_t row, int64_t head, int64_t heads) {
-        for (int64_t h = head * c.group; h < (head + heads) * c.group; h++) store_output_row_and_lse(row, h, nullptr, {NEGATIVE_INFINITY, 0.0f}, 0.0f);
+        for (int64_t h = head * c.group; h < (head + heads) * c.group; h++) normalize_and_store_output_row_and_lse(row, h, nullptr, {NEGATIVE_INFINITY, 0.0f}, 0.0f);
     }
 
     static void attend_and_combine_if_last(void* context, int64_t index) {
@@ -291,10 +307,10 @@ private:
         AttentionItem<Packing> attend(self.c, self.at, item);
         char* memory = cached_buffer(FOR_ITEM, self.tile_bytes);
         if (memory == nullptr) return __atomic_store_n(&self.no_memory, true, __ATOMIC_RELAXED);
-        attend.tiles.allocate(memory, self.item_heads, self.max_rows);
+        attend.tiles.lay_out_and_return_bytes(memory, self.item_heads, self.max_rows);
         State state = item.state < 0 ? attend.tiles.item_state : self.state_of(item.state, attend.tiles.state_stride);
         attend.attend_work_item(item, self.requests[item.request], state);
-        if (item.state < 0) return self.store_outputs_of_item(item, state);
+        if (item.state < 0) return self.normalize_and_store_outputs(item, state);
         // The last split to finish combines them all.
         if (__atomic_sub_fetch(&self.remaining[item.combine], 1, __ATOMIC_ACQ_REL) == 0) self.combine_splits_and_store(item, state.stride);
     }
@@ -305,63 +321,63 @@ private:
     }
 
     // Combines the partial states of all splits into the first.
-    void combine_splits_and_store(const WorkItem& item, int64_t stride) {
+    void combine_splits_and_store(const WorkItem& item, int64_t acc_row_stride) {
         int64_t begin = first_split[item.combine], end = item.combine + 1 < num_combines ? first_split[item.combine + 1] : num_splits_total;
-        State whole = state_of(begin, stride);
+        State whole = state_of(begin, acc_row_stride);
         for (int64_t p = begin + 1; p < end; p++) {
-            State part = state_of(p, stride);
+            State part = state_of(p, acc_row_stride);
             for (int64_t i = 0; i < item.heads * item.rows; i++) {
                 SoftmaxState &a = whole.softmax[i], b = part.softmax[i];
                 float top = b.top > a.top ? b.top : a.top, base = top == NEGATIVE_INFINITY ? 0.0f : top;
-                float by_a = exp2(broadcast(a.top - base))[0], by_b = exp2(broadcast(b.top - base))[0];
+                float by_a = exp2_of_nonpositive(broadcast(a.top - base))[0], by_b = exp2_of_nonpositive(broadcast(b.top - base))[0];
                 a = {top, a.total * by_a + b.total * by_b};
-                float *x = whole.values + i * stride, *y = part.values + i * stride;
-                for (int64_t j = 0; j < stride; j += W)
+                float *x = whole.values + i * acc_row_stride, *y = part.values + i * acc_row_stride;
+                for (int64_t j = 0; j < acc_row_stride; j += W)
                     store(x + j, load<VecF>(x + j) * by_a + load<VecF>(y + j) * by_b);
             }
         }
-        store_outputs_of_item(item, whole);
+        normalize_and_store_outputs(item, whole);
     }
 
-    void store_outputs_of_item(const WorkItem& item, const State& state) {
+    void normalize_and_store_outputs(const WorkItem& item, const State& final_state) {
         const Request& r = requests[item.request];
         for (int64_t h = 0; h < item.heads; h++) {
             float scale = scales_own_values(c) ? 1.0f : load_scale_or_host_value(c.sets[0].v_scale, at, item.head + h);
             float factor = scale * load_scale_or_host_value(c.out_scale, at, 0);
             for (int64_t m = 0; m < item.rows; m++) {
                 int64_t row = item.row + m, i = h * item.rows + m;
-                store_output_row_and_lse(r.row + row / c.group, (item.head + h) * c.group + row % c.group, state.values + i * state.stride,
-                    state.softmax[i], factor);
+                normalize_and_store_output_row_and_lse(r.row + row / c.group, (item.head + h) * c.group + row % c.group, final_state.values + i * final_state.stride,
+                    final_state.softmax[i], factor);
             }
         }
     }
 
-    // Stores an output row, acc_o / row_sum × factor, and its LSE. A sink is one more score with a zero value.
-    void store_output_row_and_lse(int64_t row, int64_t head, const float* values, SoftmaxState state, float factor) {
-        bool seen = state.total != 0.0f;  // a NaN row_sum counts as visible keys
-        float total = state.total, top = state.top;
+    // Stores an output row, acc_o / row_sum × v_and_out_scale, and its LSE. A sink is one more score with a zero value.
+    void normalize_and_store_output_row_and_lse(int64_t row, int64_t head, const float* acc_o, SoftmaxState softmax_state, float v_and_out_scale) {
+        bool seen = softmax_state.total != 0.0f;  // a NaN row_sum counts as visible keys
+        float total = softmax_state.total, top = softmax_state.top;
         if (seen && c.sinks >= 0) {
             float sink = load<float>(at[c.sinks] + 4 * head) * LOG2E;
             float most = sink > top ? sink : top;
             bool infinite = most == -NEGATIVE_INFINITY;  // such a sink takes all; inf - inf would be NaN
-            float old = infinite ? 0.0f : exp2(broadcast(top - most))[0];
-            total = infinite ? 1.0f : total * old + exp2(broadcast(sink - most))[0];
-            factor *= old;
+            float old = infinite ? 0.0f : exp2_of_nonpositive(broadcast(top - most))[0];
+            total = infinite ? 1.0f : total * old + exp2_of_nonpositive(broadcast(sink - most))[0];
+            v_and_out_scale *= old;
             top = most;
         }
         char* out = at[c.out.tensor] + row * c.out.strides[0] + head * c.out.strides[1];
         int64_t columns = value_columns(c.sets[0]), size = c.out_dtype == F32 ? 4 : c.out_dtype == E4M3 || c.out_dtype == E5M2 ? 1 : 2;
-        float by = seen ? factor / total : 0.0f, x[64];
+        float by = seen ? v_and_out_scale / total : 0.0f, x[64];
         for (int64_t begin = 0; begin < columns; begin += 64) {
             int64_t n = columns - begin < 64 ? columns - begin : 64;
-            for (int64_t i = 0; i < n; i++) x[i] = seen ? values[begin + i] * by : 0.0f;
+            for (int64_t i = 0; i < n; i++) x[i] = seen ? acc_o[begin + i] * by : 0.0f;
             write_floats(x, c.out_dtype, out + begin * size, n);
         }
         auto store_number = [&](const StridedTensor& p, float x) {
             if (p.tensor >= 0) store(at[p.tensor] + row * p.strides[0] + head * p.strides[1], seen ? x : NEGATIVE_INFINITY);
         };
-        store_number(c.lse, c.lse_of_keys ? state.top * LN2 + __builtin_logf(state.total) : top * LN2 + __builtin_logf(total));
-        store_number(c.max_logits, state.top * LN2);
+        store_number(c.lse, c.lse_of_keys ? softmax_state.top * LN2 + __builtin_logf(softmax_state.total) : top * LN2 + __builtin_logf(total));
+        store_number(c.max_logits, softmax_state.top * LN2);
     }
 };
 

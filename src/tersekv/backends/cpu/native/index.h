@@ -38,13 +38,13 @@ struct TopkSelection {
     }
 
     // Returns the number of columns written, without the −1.
-    int64_t store_columns_and_return_count(const float* scores, int64_t num_visible, int64_t open_group, int32_t* out, int64_t out_columns) const {
+    int64_t store_topk_columns_and_return_count(const float* scores, int64_t num_visible, int64_t open_group_column, int32_t* out, int64_t out_columns) const {
         auto key = [&](int64_t j) { return radix_key(scores[j], j < first || j >= num_visible - last); };
         Candidates found;
-        int64_t n = num_visible > SAMPLES ? collect_candidates(scores, num_visible, found) : -1, count;
-        if (n >= 0) count = take(n, [&](int64_t i) { return found.keys[i]; }, [&](int64_t i) { return found.columns[i]; }, out);
-        else count = take(num_visible, key, [](int64_t j) { return static_cast<int32_t>(j); }, out);
-        if (open_group >= 0) out[count++] = static_cast<int32_t>(open_group);
+        int64_t n = num_visible > SAMPLES ? collect_candidates_and_return_count(scores, num_visible, found) : -1, count;
+        if (n >= 0) count = write_topk_of_keys_and_return_count(n, [&](int64_t i) { return found.keys[i]; }, [&](int64_t i) { return found.columns[i]; }, out);
+        else count = write_topk_of_keys_and_return_count(num_visible, key, [](int64_t j) { return static_cast<int32_t>(j); }, out);
+        if (open_group_column >= 0) out[count++] = static_cast<int32_t>(open_group_column);
         for (int64_t j = count; j < out_columns; j++) out[j] = -1;
         return count;
     }
@@ -58,43 +58,43 @@ private:
         int32_t columns[MOST_CANDIDATES + W];
         int64_t count = 0;
 
-        // Appends those of n <= W columns from j on.
-        void append(const uint32_t* x, uint32_t guess, int64_t j, int64_t n) {
+        // Appends those of num_lanes <= W columns from first_column on.
+        void append_at_or_above(const uint32_t* vector_keys, uint32_t threshold_guess, int64_t first_column, int64_t num_lanes) {
 #if defined(__AVX512F__)
-            __m512i all = _mm512_loadu_si512(x);
-            __mmask16 reached = _mm512_cmpge_epu32_mask(all, _mm512_set1_epi32(static_cast<int>(guess)));
-            reached &= static_cast<__mmask16>((1u << n) - 1);
+            __m512i all = _mm512_loadu_si512(vector_keys);
+            __mmask16 reached = _mm512_cmpge_epu32_mask(all, _mm512_set1_epi32(static_cast<int>(threshold_guess)));
+            reached &= static_cast<__mmask16>((1u << num_lanes) - 1);
             if (reached == 0) return;
-            __m512i at = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(j)), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+            __m512i at = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first_column)), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
             _mm512_storeu_si512(keys + count, _mm512_maskz_compress_epi32(reached, all));
             _mm512_storeu_si512(columns + count, _mm512_maskz_compress_epi32(reached, at));
             count += __builtin_popcount(reached);
 #else
-            for (int64_t i = 0; i < n; i++) {
-                keys[count] = x[i], columns[count] = static_cast<int32_t>(j + i);
-                count += x[i] >= guess;
+            for (int64_t i = 0; i < num_lanes; i++) {
+                keys[count] = vector_keys[i], columns[count] = static_cast<int32_t>(first_column + i);
+                count += vector_keys[i] >= threshold_guess;
             }
 #endif
         }
     };
 
     // Returns the number of candidates, which hold all columns that are taken; −1 if the guess was too high or too low.
-    int64_t collect_candidates(const float* scores, int64_t num_visible, Candidates& found) const {
+    int64_t collect_candidates_and_return_count(const float* scores, int64_t num_visible, Candidates& found) const {
         uint32_t guess = guess_threshold(scores, num_visible), x[W];
         int64_t middle = num_visible - last;
         for (int64_t j = 0, n; j < num_visible && found.count <= MOST_CANDIDATES - W; j += n) {
             int64_t end = j < first ? first : j < middle ? middle : num_visible;
             n = end - j < W ? end - j : W;
             bool kept = j < first || j >= middle;
-            if (n == W && !kept) radix_keys(scores + j, x);
+            if (n == W && !kept) radix_keys_of_vector(scores + j, x);
             else for (int64_t i = 0; i < n; i++) x[i] = radix_key(scores[j + i], kept);
-            found.append(x, guess, j, n);
+            found.append_at_or_above(x, guess, j, n);
         }
         return found.count >= k && found.count <= MOST_CANDIDATES - W ? found.count : -1;
     }
 
     // `radix_key` of W columns.
-    static void radix_keys(const float* scores, uint32_t* out) {
+    static void radix_keys_of_vector(const float* scores, uint32_t* out) {
         VecF score = load<VecF>(scores);
         VecU u = (VecU)(score == 0.0f ? VecF{} : score), key = (VecI)u < 0 ? ~u : u | 0x80000000u;
         key = score != score ? VecU{} + 1u : key;
@@ -112,22 +112,22 @@ private:
 
     // Writes the columns that are taken of n, whose keys and columns the functions return. Returns their number.
     template <class Key, class Column>
-    int64_t take(int64_t n, Key key, Column column, int32_t* out) const {
+    int64_t write_topk_of_keys_and_return_count(int64_t n, Key key_of, Column column_of, int32_t* columns_out) const {
         uint32_t threshold = 1;
         int64_t ties = n, count = 0;
-        if (n > k) threshold = find_threshold_and_ties(n, key, ties);
+        if (n > k) threshold = find_threshold_and_num_ties_taken(n, key_of, ties);
         for (int64_t i = 0; i < n; i++) {
-            uint32_t x = key(i);
+            uint32_t x = key_of(i);
             if (x < threshold || (x == threshold && ties <= 0)) continue;
             ties -= x == threshold;
-            out[count++] = column(i);
+            columns_out[count++] = column_of(i);
         }
         return count;
     }
 
-    // Returns the smallest key that is taken; ties: how many of the keys equal to it are.
+    // Returns the smallest key that is taken; num_ties_taken: how many of the keys equal to it are.
     template <class Key>
-    uint32_t find_threshold_and_ties(int64_t n, Key key, int64_t& ties) const {
+    uint32_t find_threshold_and_num_ties_taken(int64_t n, Key key_of, int64_t& num_ties_taken) const {
         static constexpr int SHIFTS[] = {21, 10, 0}, BITS[] = {11, 11, 10};
         uint32_t prefix = 0, mask = 0;
         int64_t rest = k;
@@ -135,7 +135,7 @@ private:
             int64_t counts[2048] = {};
             uint32_t low = (1u << BITS[pass]) - 1;
             for (int64_t i = 0; i < n; i++) {
-                uint32_t x = key(i);
+                uint32_t x = key_of(i);
                 counts[x >> SHIFTS[pass] & low] += (x & mask) == prefix && x > 0;
             }
             int64_t bin = low;
@@ -143,8 +143,8 @@ private:
             prefix |= static_cast<uint32_t>(bin) << SHIFTS[pass];
             mask |= low << SHIFTS[pass];
         }
-        if (prefix == 0) return ties = n, 1;  // fewer than k may be taken
-        return ties = rest, prefix;
+        if (prefix == 0) return num_ties_taken = n, 1;  // fewer than k may be taken
+        return num_ties_taken = rest, prefix;
     }
 };
 
@@ -185,7 +185,7 @@ struct ScoreRun {
             int64_t worth = work < (1 << 20) ? 1 : threads;
             parallel_for(num_items, worth, threads, score_item, this);
             if (__atomic_load_n(&no_memory, __ATOMIC_RELAXED)) return fail_memory();
-            if (c.select) parallel_for((end - first_row) * lines, worth, threads, store_topk_of_row, this);
+            if (c.select) parallel_for((end - first_row) * lines, worth, threads, store_topk_of_computed_scores, this);
         }
     }
 
@@ -256,7 +256,7 @@ private:
         return reinterpret_cast<float*>(at[c.out.tensor] + row * c.out.strides[0] + line * c.out.strides[1]);
     }
 
-    static void store_topk_of_row(void* context, int64_t i_row_and_head) {
+    static void store_topk_of_computed_scores(void* context, int64_t i_row_and_head) {
         const ScoreRun& self = *static_cast<ScoreRun*>(context);
         const IndexScores& c = self.c;
         int64_t row = self.first_row + i_row_and_head / self.lines, line = i_row_and_head % self.lines;
@@ -266,7 +266,7 @@ private:
         int64_t group = c.open_group && (r.position + 1) % c.ratio > 0 ? r.visible : -1;
         char* out = self.at[c.out.tensor] + row * c.out.strides[0] + line * c.out.strides[1];
         TopkSelection selection(c.k, c.keep_first, c.keep_last);
-        int64_t n = selection.store_columns_and_return_count(self.score_row_ptr(row, line), visible, group, reinterpret_cast<int32_t*>(out), c.k + c.open_group);
+        int64_t n = selection.store_topk_columns_and_return_count(self.score_row_ptr(row, line), visible, group, reinterpret_cast<int32_t*>(out), c.k + c.open_group);
         store(self.at[c.lens.tensor] + row * c.lens.strides[0] + line * c.lens.strides[1], static_cast<int32_t>(n));
     }
 
@@ -299,7 +299,7 @@ private:
         self.score_keys_of_item(item, tiles);
     }
 
-    void pack_queries(const ScoreItem& item, const Tiles& tiles) const {
+    void pack_queries_and_load_weights(const ScoreItem& item, const Tiles& tiles) const {
         const StridedTensor &q = c.keys.query, &w = c.weights;
         float x[256];
         uint32_t* out = tiles.queries;
@@ -329,7 +329,7 @@ private:
             for (int64_t line = 0; line < lines; line++)
                 for (int64_t j = item.begin; j < item.end; j++) score_row_ptr(item.row + i, line)[j] = NEGATIVE_INFINITY;
         if (end <= begin) return;
-        pack_queries(item, tiles);
+        pack_queries_and_load_weights(item, tiles);
         const char* table = at[c.page_table.tensor] + last.request * c.page_table.stride;
         const char* base = at[c.keys.codes.tensor];
         find_row_offsets(table, begin, end - begin < BLOCK_N ? end - begin : BLOCK_N, c.keys.codes, tiles.offset[0]);
@@ -342,22 +342,22 @@ private:
             pack_keys(Packing(), c.keys.dtype, Rows{base, tiles.offset[buffer], count, &ahead}, c.keys.columns, tiles.keys);
             if (blocks > 0) {
                 find_row_offsets(table, key, count, c.keys.scales, tiles.scale_offset);
-                load_scales(F32, Rows{at[c.keys.scales.tensor], tiles.scale_offset, count, &none}, blocks, tiles.scales);
+                load_and_transpose_scales(F32, Rows{at[c.keys.scales.tensor], tiles.scale_offset, count, &none}, blocks, tiles.scales);
             }
             compute_qk_tile(item, tiles, blocks);
             for (int64_t i = 0; i < item.rows; i++) reduce_heads_and_store_scores(item, tiles, i, key, count, blocks == 1);
         }
     }
 
-    void compute_qk_tile(const ScoreItem& item, const Tiles& tiles, int64_t num_scale_blocks) const {
-        int64_t step = num_scale_blocks > 1 ? c.keys.width / Packing::VALUES : units;
+    void compute_qk_tile(const ScoreItem& item, const Tiles& tiles, int64_t num_key_scale_blocks) const {
+        int64_t step = num_key_scale_blocks > 1 ? c.keys.width / Packing::VALUES : units;
         for (int64_t begin = 0; begin < units; begin += step) {
             Operands o = {};
             o.a = tiles.queries + begin, o.a_stride = units;
             o.b = tiles.keys + begin * BLOCK_N, o.b_stride = BLOCK_N;
             o.c = tiles.products, o.c_stride = BLOCK_N;
             o.depth = units - begin < step ? units - begin : step;
-            o.factor = num_scale_blocks > 1 ? tiles.scales + begin / step * BLOCK_N : nullptr;
+            o.factor = num_key_scale_blocks > 1 ? tiles.scales + begin / step * BLOCK_N : nullptr;
             o.add = begin > 0;
             multiply<Packing>(o, item.rows * c.heads, BLOCK_N);
         }
@@ -409,7 +409,7 @@ struct TopkRun {
     const IndexTopk& c;
     Addresses at;
 
-    static void store_topk_of_row(void* context, int64_t i_row_and_head) {
+    static void store_topk_of_given_scores(void* context, int64_t i_row_and_head) {
         const TopkRun& self = *static_cast<TopkRun*>(context);
         const IndexTopk& c = self.c;
         int64_t row = i_row_and_head / c.lines, line = i_row_and_head % c.lines;
@@ -418,7 +418,7 @@ struct TopkRun {
         int64_t visible = columns < 0 ? 0 : columns < c.width ? columns : c.width, group = -1;
         if (c.open_group.tensor >= 0 && *(self.at[c.open_group.tensor] + row * c.open_group.stride)) group = columns;
         TopkSelection selection(c.k, c.keep_first, c.keep_last);
-        int64_t n = selection.store_columns_and_return_count(reinterpret_cast<const float*>(address(c.scores)), visible, group,
+        int64_t n = selection.store_topk_columns_and_return_count(reinterpret_cast<const float*>(address(c.scores)), visible, group,
                            reinterpret_cast<int32_t*>(address(c.out)), c.columns);
         if (c.lens.tensor >= 0) store(address(c.lens), static_cast<int32_t>(n));
     }
@@ -427,7 +427,7 @@ struct TopkRun {
 void index_topk(const IndexTopk& c, Addresses at, int64_t threads) {
     TopkRun run = {c, at};
     int64_t lines = c.rows * c.lines;
-    parallel_for(lines, lines * c.width < (1 << 16) ? 1 : threads, threads, TopkRun::store_topk_of_row, &run);
+    parallel_for(lines, lines * c.width < (1 << 16) ? 1 : threads, threads, TopkRun::store_topk_of_given_scores, &run);
 }
 
 }  // namespace

@@ -13,10 +13,10 @@ struct KeyList {
     int64_t last;                 // the last position, or slot, that can be seen; negative: none
     int64_t last_block, shift;    // its block; log2 of the page size, or −1
 
-    KeyList(const KeySet& s, Addresses at, int64_t row, int64_t head, int64_t request, int64_t last_seen)
+    KeyList(const KeySet& s, Addresses at, int64_t row, int64_t head, int64_t page_table_row, int64_t last_visible)
         : set(s), entries(at[s.lists.entries.tensor] + row * s.lists.entries.strides[0] + head * s.lists.entries.strides[1]),
-          table(s.page_table.tensor < 0 ? nullptr : at[s.page_table.tensor] + request * s.page_table.stride), last(last_seen),
-          last_block(last_seen < 0 ? -1 : last_seen / s.lists.block),
+          table(s.page_table.tensor < 0 ? nullptr : at[s.page_table.tensor] + page_table_row * s.page_table.stride), last(last_visible),
+          last_block(last_visible < 0 ? -1 : last_visible / s.lists.block),
           shift(s.page_size & (s.page_size - 1) ? -1 : __builtin_ctzll(static_cast<unsigned long long>(s.page_size))) {}
 
     // Returns an entry; negative: padding.
@@ -30,12 +30,12 @@ struct KeyList {
 
     int64_t page_of(int64_t column) const { return table == nullptr ? column : read_index(table, set.page_table.dtype, column); }
 
-    // Calls found(i, page, slot) for up to `most` keys that are seen, from key k on and before `end`, and moves k past
+    // Calls on_key(i, page, slot) for up to `max_keys` keys that are seen, from key k on and before `end`, and moves k past
     // them. Returns their number.
-    template <class Found>
-    int64_t next_keys(int64_t& k, int64_t end, int64_t most, Found found) const {
+    template <class OnKey>
+    int64_t visit_visible_keys_and_return_count(int64_t& k, int64_t end, int64_t max_keys, OnKey on_key) const {
         int64_t count = 0, block = set.lists.block, i = k / block, offset = k % block, size = set.page_size;
-        for (; k < end && count < most; i++, offset = 0) {
+        for (; k < end && count < max_keys; i++, offset = 0) {
             int64_t x = entry(i), left = block - offset < end - k ? block - offset : end - k;
             // No product of an entry with the block size before it is known to be seen.
             bool seen = x >= 0 && x <= last_block && x * block + offset <= last;
@@ -44,23 +44,23 @@ struct KeyList {
                 continue;
             }
             int64_t position = x * block + offset, n = last - position + 1 < left ? last - position + 1 : left;
-            bool whole = n <= most - count;
-            if (!whole) n = most - count;
+            bool whole = n <= max_keys - count;
+            if (!whole) n = max_keys - count;
             int64_t column = column_of(position), slot = position - column * size, page = page_of(column);
             for (int64_t j = 0; j < n; j++, slot++) {
                 if (slot == size) slot = 0, page = page_of(++column);
-                found(count++, page, slot);
+                on_key(count++, page, slot);
             }
             k += whole ? left : n;
         }
         return count;
     }
 
-    // Checks the first `used` entries. Returns keys up to the last one that is seen; −1 with `report` for a wrong one.
-    int64_t check_and_count_keys(int64_t used, Report& report) const {
+    // Checks the first `num_entries` entries. Returns keys up to the last one that is seen; −1 with `report` for a wrong one.
+    int64_t check_entries_and_count_keys(int64_t num_entries, Report& report) const {
         int64_t block = set.lists.block, columns = table == nullptr ? set.num_pages : set.max_pages, keys = 0;
         int64_t room = saturating_product(columns, set.page_size);
-        for (int64_t i = 0; i < used; i++) {
+        for (int64_t i = 0; i < num_entries; i++) {
             int64_t x = entry(i);
             if (x < 0) continue;
             if (!set.lists.causal && x >= room) return report = {ENTRY_OUTSIDE, 0, {room, x}, {0, 0, i}}, -1;

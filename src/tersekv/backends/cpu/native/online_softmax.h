@@ -44,30 +44,30 @@ struct SoftmaxState {
     float top, total;  // row_max × log2(e), row_sum
 };
 
-// Turns scores s [padded] into P against the new row_max, in place. Returns the rescale of older acc_o.
-inline float online_softmax_step(float* scores, int64_t padded_keys, SoftmaxState& state) {
+// Turns scores_times_log2e s [padded] into P against the new row_max, in place. Returns the rescale of older acc_o.
+inline float online_softmax_step(float* scores_times_log2e, int64_t padded_keys, SoftmaxState& state) {
     VecF most = broadcast(state.top);
-    for (int64_t t = 0; t < padded_keys; t += W) most = max_nan_last(load<VecF>(scores + t), most);
+    for (int64_t t = 0; t < padded_keys; t += W) most = max_nan_last(load<VecF>(scores_times_log2e + t), most);
     float top = reduce_max(most);
     VecF base = broadcast(top == NEGATIVE_INFINITY ? 0.0f : top);  // all masked so far: −inf − −inf would be NaN
     VecF total = {};
     for (int64_t t = 0; t < padded_keys; t += W) {
-        VecF p = exp2(load<VecF>(scores + t) - base);
-        store(scores + t, p);
+        VecF p = exp2_of_nonpositive(load<VecF>(scores_times_log2e + t) - base);
+        store(scores_times_log2e + t, p);
         total += p;
     }
     float old = 1.0f;
-    if (top != state.top) old = state.top == NEGATIVE_INFINITY ? 0.0f : exp2(broadcast(state.top - top))[0];
+    if (top != state.top) old = state.top == NEGATIVE_INFINITY ? 0.0f : exp2_of_nonpositive(broadcast(state.top - top))[0];
     state.total = state.total * old + reduce_add(total);
     state.top = top;
     return old;
 }
 
 // cap × tanh(s / cap) × log2(e)
-inline void apply_softcap(float* scores, int64_t padded_keys, float softcap) {
+inline void apply_softcap_times_log2e(float* scores, int64_t padded_keys, float softcap) {
     for (int64_t t = 0; t < padded_keys; t += W) {
         VecF score = load<VecF>(scores + t), x = score / softcap, a = (VecF)((VecI)x & 0x7FFFFFFF);
-        VecF e = exp2(a * (-2 * LOG2E)), y = (1.0f - e) / (1.0f + e);
+        VecF e = exp2_of_nonpositive(a * (-2 * LOG2E)), y = (1.0f - e) / (1.0f + e);
         // Small arguments use the series, since 1 − e cancels: its next term is below 1e-8 of it. It scales the score
         // itself: with a large softcap the quotient x loses digits.
         VecF square = x * x, series = score * (1.0f - square * (1.0f / 3 - square * (2.0f / 15)));

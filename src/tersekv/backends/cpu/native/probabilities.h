@@ -11,9 +11,9 @@ inline VecF scaled_p(const float* p, const float* scales, int64_t t) {
     return scales == nullptr ? x : x == 0.0f ? VecF{} : x * load<VecF>(scales + t);
 }
 
-// Packs scaled P. bf16 rounds it: `sum` then accumulates |P|. Returns whether an element exceeds sum / 16: where many
+// Packs scaled P. bf16 rounds it: `abs_p_sum` then accumulates |P|. Returns whether an element exceeds a 16th of it: where many
 // small terms cancel its rounding error would show, and `pack_p_residual` must be added.
-inline bool pack_p_and_test_rounding(Fp32Packing, const float* p, const float* scales, int64_t padded, uint32_t* out, float&) {
+inline bool pack_p_and_return_needs_residual(Fp32Packing, const float* p, const float* scales, int64_t padded, uint32_t* out, float&) {
     for (int64_t t = 0; t < padded; t += W) store(out + t, scaled_p(p, scales, t));
     return false;
 }
@@ -32,7 +32,7 @@ inline VecF round_to_bf16(VecF x) {
     return (VecF)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
 }
 
-inline bool pack_p_and_test_rounding(Bf16Packing, const float* p, const float* scales, int64_t padded, uint32_t* out, float& abs_p_sum) {
+inline bool pack_p_and_return_needs_residual(Bf16Packing, const float* p, const float* scales, int64_t padded, uint32_t* out, float& abs_p_sum) {
     VecF total = {}, most = {};
     for (int64_t t = 0; t < padded; t += W) {
         VecF x = scaled_p(p, scales, t), magnitude = (VecF)((VecI)x & 0x7FFFFFFF);

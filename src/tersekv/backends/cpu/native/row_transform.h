@@ -10,7 +10,7 @@ constexpr int64_t MAX_TRANSFORMED_COLUMNS = 576;  // most columns of a row that 
 inline bool is_transformed(const RowTransform& t) { return t.signs >= 0 || t.channels >= 0; }
 
 // Multiplies x by Sylvester's Hadamard matrix / sqrt(b), in blocks of b columns. Appends fix each step and their order.
-inline void hadamard(float* x, int64_t columns, int64_t block) {
+inline void normalized_block_hadamard(float* x, int64_t columns, int64_t block) {
     float by = static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(block)));
     for (float* y = x; y < x + columns; y += block) {
         for (int64_t h = 1; h < block; h *= 2)
@@ -33,7 +33,7 @@ inline void apply_signs(const RowTransform& t, Addresses at, float* x, int64_t n
 inline void rotate_row(const RowTransform& t, Addresses at, float* x, int64_t n) {
     if (t.signs < 0) return;
     apply_signs(t, at, x, n);
-    hadamard(x, n, t.block);
+    normalized_block_hadamard(x, n, t.block);
 }
 
 // Scales and rotates a row of a KV head for quantization.
@@ -60,7 +60,7 @@ inline void scale_and_rotate_query(const RowTransform& t, Addresses at, int64_t 
 // Undoes rotation and channel scales of V in an output of a KV head.
 inline void unrotate_and_scale_output(const RowTransform& t, Addresses at, int64_t head, float* x, int64_t n) {
     if (t.signs >= 0) {
-        hadamard(x, n, t.block);
+        normalized_block_hadamard(x, n, t.block);
         apply_signs(t, at, x, n);
     }
     apply_channel_scales(t, at, head, x, n);

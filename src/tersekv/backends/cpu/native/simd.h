@@ -65,7 +65,7 @@ inline float reduce_add(VecF x) {
 }
 
 // 2^x for x <= 0, within 2e-7; results below 2^-126 may be flushed to 0. NaN stays NaN.
-inline VecF exp2(VecF x) {
+inline VecF exp2_of_nonpositive(VecF x) {
 #if defined(__AVX512F__)
     // `max` returns its second operand if one is NaN.
     __m512 low = _mm512_max_ps(_mm512_set1_ps(-160.0f), (__m512)x);

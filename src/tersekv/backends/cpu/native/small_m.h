@@ -34,7 +34,7 @@ INLINE VectorPair interleave(const LowAndHighBytes& x) { return {_mm512_unpacklo
 template <int64_t DTYPE>
 struct Codes {
     static constexpr int64_t LINES = bits_of(DTYPE) / 8;  // cache lines per 64 columns; 0: a half
-    const Table<is_4_bit(DTYPE) || DTYPE == BF16 ? E4M3 : DTYPE> table;
+    const CodeToBf16Table<is_4_bit(DTYPE) || DTYPE == BF16 ? E4M3 : DTYPE> table;
     const Nibble<is_4_bit(DTYPE) ? DTYPE : INT4> nibble;
     const int64_t columns;
     int64_t byte = 0;
@@ -50,7 +50,7 @@ struct Codes {
     INLINE VectorPair load_key_columns_as_bf16(const uint8_t* row, __mmask64 byte_mask = ~0ull) const {
         __m512i x = _mm512_maskz_loadu_epi8(inside[0] & byte_mask, row + byte);
         if constexpr (DTYPE == BF16) return {x, _mm512_maskz_loadu_epi8(inside[1] & byte_mask, row + byte + 64)};
-        else return interleave(table(x));
+        else return interleave(table.bf16_bytes_of(x));
     }
 
     // Loads pairs of tokens t and t + 1; past the last token they are 0, or any 4-bit number.
@@ -68,7 +68,7 @@ struct Codes {
         } else {
             __m512i a = _mm512_maskz_loadu_epi8(inside[0], first + byte);
             __m512i b = _mm512_maskz_loadu_epi8(inside[0] & there, second + byte);
-            VectorPair low = interleave(table(_mm512_unpacklo_epi8(a, b))), high = interleave(table(_mm512_unpackhi_epi8(a, b)));
+            VectorPair low = interleave(table.bf16_bytes_of(_mm512_unpacklo_epi8(a, b))), high = interleave(table.bf16_bytes_of(_mm512_unpackhi_epi8(a, b)));
             out[0] = low.first, out[1] = low.second, out[2] = high.first, out[3] = high.second;
         }
     }
@@ -81,7 +81,7 @@ struct Codes {
 };
 
 // Reduces sixteen vectors to their sums, in the order of `lane_order_of_sum`.
-INLINE __m512 reduce_16_vectors(const __m512 (&x)[16]) {
+INLINE __m512 reduce_16_vectors_in_permuted_order(const __m512 (&x)[16]) {
     __m512 a[8], b[4], c[2];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[i], x[i + 8]), _mm512_unpackhi_ps(x[i], x[i + 8]));
@@ -102,8 +102,8 @@ constexpr int lane_order_of_sum(int i) { return i % 2 * 8 + i / 2 % 2 * 4 + i / 
 // QK: scores of a tile for queries [ROWS, columns], 16 / ROWS keys at a time; past the tile's end the last key is
 // repeated.
 template <int64_t DTYPE, int ROWS>
-void compute_scores_small_m_kernel(const Rows& rows, const Rows& scales, int64_t columns, const uint32_t* queries, float* out) {
-    if constexpr (is_4_bit(DTYPE)) return compute_scores_4_bit<DTYPE, ROWS>(rows, scales, columns, queries, out);
+void compute_scores_small_m_kernel(const Rows& rows, const Rows& e2m1_block_scales, int64_t columns, const uint32_t* queries, float* out) {
+    if constexpr (is_4_bit(DTYPE)) return compute_scores_4_bit<DTYPE, ROWS>(rows, e2m1_block_scales, columns, queries, out);
     constexpr int KEYS = 16 / ROWS;
     Codes<DTYPE> codes(columns);
     int64_t units = round_up(columns, SPAN) / 2;
@@ -129,7 +129,7 @@ void compute_scores_small_m_kernel(const Rows& rows, const Rows& scales, int64_t
             }
         }
         float each[16];
-        _mm512_storeu_ps(each, reduce_16_vectors(sum));
+        _mm512_storeu_ps(each, reduce_16_vectors_in_permuted_order(sum));
         for (int r = 0; r < ROWS; r++) memcpy(out + r * BLOCK_N + t, each + r * KEYS, KEYS * sizeof(float));
     }
 }
@@ -138,13 +138,13 @@ void compute_scores_small_m_kernel(const Rows& rows, const Rows& scales, int64_t
 constexpr int64_t padded_rows(int64_t rows) { return rows <= 2 ? rows : rows <= 4 ? 4 : 8; }
 
 template <int64_t DTYPE>
-void dispatch_scores_by_num_rows(const Rows& rows, const Rows& scales, int64_t columns, const uint32_t* queries, int64_t num_query_rows,
+void dispatch_scores_by_num_rows(const Rows& rows, const Rows& e2m1_block_scales, int64_t columns, const uint32_t* queries, int64_t num_query_rows,
                    float* out) {
     switch (padded_rows(num_query_rows)) {
-        case 1: return compute_scores_small_m_kernel<DTYPE, 1>(rows, scales, columns, queries, out);
-        case 2: return compute_scores_small_m_kernel<DTYPE, 2>(rows, scales, columns, queries, out);
-        case 4: return compute_scores_small_m_kernel<DTYPE, 4>(rows, scales, columns, queries, out);
-        default: return compute_scores_small_m_kernel<DTYPE, 8>(rows, scales, columns, queries, out);
+        case 1: return compute_scores_small_m_kernel<DTYPE, 1>(rows, e2m1_block_scales, columns, queries, out);
+        case 2: return compute_scores_small_m_kernel<DTYPE, 2>(rows, e2m1_block_scales, columns, queries, out);
+        case 4: return compute_scores_small_m_kernel<DTYPE, 4>(rows, e2m1_block_scales, columns, queries, out);
+        default: return compute_scores_small_m_kernel<DTYPE, 8>(rows, e2m1_block_scales, columns, queries, out);
     }
 }
 
@@ -163,18 +163,18 @@ struct ProbabilityTile {
 
 // PV: acc_o [ROWS, columns] += P × values of a tile.
 template <int64_t DTYPE, int ROWS>
-void accumulate_pv_small_m_kernel(const Rows& rows, const Rows& scales, int64_t columns, const ProbabilityTile& packed_p, float* out, int64_t stride) {
+void accumulate_pv_small_m_kernel(const Rows& rows, const Rows& e2m1_block_scales, int64_t columns, const ProbabilityTile& packed_p, float* acc_o, int64_t acc_row_stride) {
     const uint32_t* of_rows = packed_p.units;
     Codes<DTYPE> codes(columns);
     BlockScaledP<ROWS> by_block;  // e2m1 only
     for (int64_t c = 0; c < columns; c += SPAN) {
         codes.select_columns(c);
         if (DTYPE == E2M1 && c % (2 * SPAN) == 0)
-            by_block.pack_scaled_p(scales, c / 16, columns / 16, packed_p.probabilities, packed_p.rest);
+            by_block.pack_scaled_p_into_this(e2m1_block_scales, c / 16, columns / 16, packed_p.probabilities, packed_p.rest);
         __m512 sum[ROWS][4];
 #pragma GCC unroll 16
         for (int i = 0; i < ROWS * 4; i++) {
-            const float* x = out + i / 4 * stride + c + i % 4 * W;
+            const float* x = acc_o + i / 4 * acc_row_stride + c + i % 4 * W;
             sum[i / 4][i % 4] = DTYPE == INT4 ? _mm512_set1_ps(packed_p.lacks[i / 4]) : _mm512_loadu_ps(x);
         }
         for (int64_t t = 0; t < rows.count; t += 2) {
@@ -192,7 +192,7 @@ void accumulate_pv_small_m_kernel(const Rows& rows, const Rows& scales, int64_t 
         }
 #pragma GCC unroll 16
         for (int i = 0; i < ROWS * 4; i++) {
-            float* x = out + i / 4 * stride + c + i % 4 * W;
+            float* x = acc_o + i / 4 * acc_row_stride + c + i % 4 * W;
             __m512 y = sum[i / 4][i % 4];
             _mm512_storeu_ps(x, DTYPE == INT4 ? _mm512_add_ps(_mm512_loadu_ps(x), y) : y);
         }
@@ -200,13 +200,13 @@ void accumulate_pv_small_m_kernel(const Rows& rows, const Rows& scales, int64_t 
 }
 
 template <int64_t DTYPE>
-void dispatch_accumulate_pv_by_num_rows(const Rows& rows, const Rows& scales, int64_t columns, const ProbabilityTile& packed_p, int64_t num_query_rows,
-                   float* out, int64_t stride) {
-    for (int64_t r = 0; r < num_query_rows; r += 4, out += 4 * stride) switch (num_query_rows - r) {
-            case 1: accumulate_pv_small_m_kernel<DTYPE, 1>(rows, scales, columns, packed_p.from(r), out, stride); break;
-            case 2: accumulate_pv_small_m_kernel<DTYPE, 2>(rows, scales, columns, packed_p.from(r), out, stride); break;
-            case 3: accumulate_pv_small_m_kernel<DTYPE, 3>(rows, scales, columns, packed_p.from(r), out, stride); break;
-            default: accumulate_pv_small_m_kernel<DTYPE, 4>(rows, scales, columns, packed_p.from(r), out, stride);
+void dispatch_accumulate_pv_by_num_rows(const Rows& rows, const Rows& e2m1_block_scales, int64_t columns, const ProbabilityTile& packed_p, int64_t num_query_rows,
+                   float* acc_o, int64_t acc_row_stride) {
+    for (int64_t r = 0; r < num_query_rows; r += 4, acc_o += 4 * acc_row_stride) switch (num_query_rows - r) {
+            case 1: accumulate_pv_small_m_kernel<DTYPE, 1>(rows, e2m1_block_scales, columns, packed_p.from(r), acc_o, acc_row_stride); break;
+            case 2: accumulate_pv_small_m_kernel<DTYPE, 2>(rows, e2m1_block_scales, columns, packed_p.from(r), acc_o, acc_row_stride); break;
+            case 3: accumulate_pv_small_m_kernel<DTYPE, 3>(rows, e2m1_block_scales, columns, packed_p.from(r), acc_o, acc_row_stride); break;
+            default: accumulate_pv_small_m_kernel<DTYPE, 4>(rows, e2m1_block_scales, columns, packed_p.from(r), acc_o, acc_row_stride);
         }
 }
 
@@ -234,14 +234,14 @@ void unpack_values_small_m_kernel(const Rows& rows, int64_t columns, uint32_t* o
         case INT4: return f<INT4>(__VA_ARGS__);        \
     }
 
-inline void scores_small_m(Bf16Packing, int64_t dtype, const Rows& rows, const Rows& scales, int64_t columns,
+inline void scores_small_m(Bf16Packing, int64_t dtype, const Rows& rows, const Rows& e2m1_block_scales, int64_t columns,
                           const uint32_t* queries, int64_t count, float* out) {
-    SMALL_M_BY_DTYPE(dtype, dispatch_scores_by_num_rows, rows, scales, columns, queries, count, out)
+    SMALL_M_BY_DTYPE(dtype, dispatch_scores_by_num_rows, rows, e2m1_block_scales, columns, queries, count, out)
 }
 
-inline void accumulate_pv_small_m(Bf16Packing, int64_t dtype, const Rows& rows, const Rows& scales, int64_t columns,
-                          const ProbabilityTile& packed_p, int64_t count, float* out, int64_t stride) {
-    SMALL_M_BY_DTYPE(dtype, dispatch_accumulate_pv_by_num_rows, rows, scales, columns, packed_p, count, out, stride)
+inline void accumulate_pv_small_m(Bf16Packing, int64_t dtype, const Rows& rows, const Rows& e2m1_block_scales, int64_t columns,
+                          const ProbabilityTile& packed_p, int64_t count, float* acc_o, int64_t acc_row_stride) {
+    SMALL_M_BY_DTYPE(dtype, dispatch_accumulate_pv_by_num_rows, rows, e2m1_block_scales, columns, packed_p, count, acc_o, acc_row_stride)
 }
 
 // For codes that may be NaN; integers need no test of the tile.

@@ -114,14 +114,14 @@ void make_key() { pthread_key_create(&memory_key, free_buffers_of_thread); }
 
 }  // namespace
 
-void parallel_for(int64_t items, int64_t useful_threads, int64_t team_threads, Work work, void* context) {
+void parallel_for(int64_t items, int64_t max_useful_threads, int64_t openmp_team_threads, Work work, void* context) {
     Job job{work, context, items, 0, 0, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER};
-    int64_t helpers = (useful_threads < items ? useful_threads : items) - 1;
+    int64_t helpers = (max_useful_threads < items ? max_useful_threads : items) - 1;
     // If another call has the workers, the caller works alone: OpenMP would create another team for it.
     if (helpers <= 0 || pthread_mutex_trylock(&owner) != 0) return run_items(job);
     if (team != nullptr) {
         // The whole team, as PyTorch uses it: GNU's runtime ends the threads that a smaller team leaves out.
-        team(run_items_in_team, &job, static_cast<unsigned>(team_threads), 0);
+        team(run_items_in_team, &job, static_cast<unsigned>(openmp_team_threads), 0);
         pthread_mutex_unlock(&owner);
         return;
     }
@@ -142,9 +142,9 @@ void parallel_for(int64_t items, int64_t useful_threads, int64_t team_threads, W
     pthread_mutex_unlock(&owner);
 }
 
-void use_team(Team new_team) {
+void use_team(Team openmp_parallel) {
     pthread_mutex_lock(&owner);
-    __atomic_store_n(&team, register_fork_handler() && !forked ? new_team : nullptr, __ATOMIC_RELAXED);
+    __atomic_store_n(&team, register_fork_handler() && !forked ? openmp_parallel : nullptr, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&owner);
 }
 

@@ -65,12 +65,12 @@ inline VecF decode_e8m0(VecI x) {
 
 #if defined(__AVX512F__)
 
-// Decodes sixteen codes in the lowest bytes.
+// Decodes sixteen codes, packed in the lowest bytes.
 template <int64_t DTYPE>
-inline VecF decode_vector_to_fp32(__m256i codes_in_lowest_bytes) {
-    if (DTYPE == BF16) return (VecF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(codes_in_lowest_bytes), 16);
-    if (DTYPE == F16) return (VecF)_mm512_cvtph_ps(codes_in_lowest_bytes);
-    __m128i codes = _mm256_castsi256_si128(codes_in_lowest_bytes);
+inline VecF decode_16_packed_codes_to_fp32(__m256i packed_codes) {
+    if (DTYPE == BF16) return (VecF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(packed_codes), 16);
+    if (DTYPE == F16) return (VecF)_mm512_cvtph_ps(packed_codes);
+    __m128i codes = _mm256_castsi256_si128(packed_codes);
     if (is_4_bit(DTYPE)) {
         // Eight bytes, one per quadword; each half gets its nibble in its lowest bits.
         __m512i x = _mm512_cvtepu8_epi64(codes);
@@ -86,18 +86,10 @@ inline VecF decode_vector_to_fp32(__m256i codes_in_lowest_bytes) {
     return (VecF)((VecI)x & 0x7FFFFFFF) == 480.0f ? broadcast(__builtin_nanf("")) : x;
 }
 
-// W codes from column c on; past the row's end they are 0 and nothing is read.
-template <int64_t DTYPE>
-inline VecF decode_partial(const uint8_t* row, int64_t c, int64_t columns) {
-    constexpr int BITS = bits_of(DTYPE);
-    int64_t bytes = (columns - c < W ? columns - c : W) * BITS / 8;
-    return decode_vector_to_fp32<DTYPE>(_mm256_maskz_loadu_epi8((1ull << bytes) - 1, row + c * BITS / 8));
-}
-
 #elif defined(__AVX2__)
 
 template <int64_t DTYPE>
-inline VecF decode_vector_to_fp32(const uint8_t* p) {
+inline VecF decode_W_codes_to_fp32(const uint8_t* p) {
     if (DTYPE == BF16) return (VecF)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
     if (DTYPE == F16) return (VecF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
     if (is_4_bit(DTYPE)) {
@@ -122,7 +114,7 @@ inline VecF decode_vector_to_fp32(const uint8_t* p) {
 #else
 
 template <int64_t DTYPE>
-inline VecF decode_vector_to_fp32(const uint8_t* p) {
+inline VecF decode_W_codes_to_fp32(const uint8_t* p) {
     VecF x;
     for (int i = 0; i < W; i++) x[i] = decode_element(DTYPE, p, i);
     return x;
@@ -130,20 +122,23 @@ inline VecF decode_vector_to_fp32(const uint8_t* p) {
 
 #endif
 
-#if !defined(__AVX512F__)
-// W codes from column c on; past the row's end they are 0 and nothing is read.
+// W codes from a column on; past the row's end they are 0 and nothing is read.
 template <int64_t DTYPE>
-inline VecF decode_partial(const uint8_t* row, int64_t c, int64_t columns) {
+inline VecF decode_vector_zero_past_row_end(const uint8_t* row, int64_t first_column, int64_t row_columns) {
     constexpr int BITS = bits_of(DTYPE);
-    if (c + W <= columns) return decode_vector_to_fp32<DTYPE>(row + c * BITS / 8);
+#if defined(__AVX512F__)
+    int64_t bytes = (row_columns - first_column < W ? row_columns - first_column : W) * BITS / 8;
+    return decode_16_packed_codes_to_fp32<DTYPE>(_mm256_maskz_loadu_epi8((1ull << bytes) - 1, row + first_column * BITS / 8));
+#else
+    if (first_column + W <= row_columns) return decode_W_codes_to_fp32<DTYPE>(row + first_column * BITS / 8);
     uint8_t last[W * 2] = {};
-    memcpy(last, row + c * BITS / 8, (columns - c) * BITS / 8);
-    return decode_vector_to_fp32<DTYPE>(last);
-}
+    memcpy(last, row + first_column * BITS / 8, (row_columns - first_column) * BITS / 8);
+    return decode_W_codes_to_fp32<DTYPE>(last);
 #endif
+}
 
 template <int64_t DTYPE>
-void unpack_keys_fp32(const Rows& rows, int64_t columns, uint32_t* out) {
+void unpack_and_transpose_keys_fp32(const Rows& rows, int64_t columns, uint32_t* out) {
     for (int64_t t = 0; t < rows.count; t += W) {
         const uint8_t* row[W];  // the last token is repeated: those scores are not used
         for (int i = 0; i < W; i++) row[i] = rows.of(t + i < rows.count ? t + i : rows.count - 1);
@@ -151,7 +146,7 @@ void unpack_keys_fp32(const Rows& rows, int64_t columns, uint32_t* out) {
             VecF r[W];
 #pragma GCC unroll 16
             for (int i = 0; i < W; i++) {
-                r[i] = decode_partial<DTYPE>(row[i], c, columns);
+                r[i] = decode_vector_zero_past_row_end<DTYPE>(row[i], c, columns);
                 if (c * bits_of(DTYPE) / 8 % 64 == 0) rows.ahead->prefetch_line();
             }
             transpose(r);
@@ -167,7 +162,7 @@ void unpack_values_fp32(const Rows& rows, int64_t columns, uint32_t* out, int64_
     for (int64_t t = 0; t < rows.count; t++) {
         const uint8_t* row = rows.of(t);
         for (int64_t c = 0; c < columns; c += W) {
-            store(out + t * stride + c, decode_partial<DTYPE>(row, c, columns));
+            store(out + t * stride + c, decode_vector_zero_past_row_end<DTYPE>(row, c, columns));
             if (c * bits_of(DTYPE) / 8 % 64 == 0) rows.ahead->prefetch_line();
         }
     }
@@ -187,7 +182,7 @@ void unpack_values_fp32(const Rows& rows, int64_t columns, uint32_t* out, int64_
 
 // Packs keys, transposed: word u of token t at out[u * BLOCK_N + t].
 inline void pack_keys(Fp32Packing, int64_t dtype, const Rows& rows, int64_t columns, uint32_t* out) {
-    BY_DTYPE(dtype, unpack_keys_fp32, rows, columns, out)
+    BY_DTYPE(dtype, unpack_and_transpose_keys_fp32, rows, columns, out)
 }
 
 // Packs values: the word of tokens [t, t + VALUES) and column c at out[t / VALUES * stride + c]; 0 past the last token.
@@ -196,10 +191,10 @@ inline void pack_values(Fp32Packing, int64_t dtype, const Rows& rows, int64_t co
 }
 
 // Loads scale g of token t to out[g * BLOCK_N + t]; the last token is repeated.
-inline void load_scales(int64_t dtype, const Rows& rows, int64_t count, float* out) {
-    if (dtype == E4M3) return unpack_keys_fp32<E4M3>(rows, count, reinterpret_cast<uint32_t*>(out));
-    if (dtype == E8M0) return unpack_keys_fp32<E8M0>(rows, count, reinterpret_cast<uint32_t*>(out));
-    for (int64_t g = 0; g < count; g++, out += BLOCK_N) {
+inline void load_and_transpose_scales(int64_t dtype, const Rows& rows, int64_t scales_per_row, float* out) {
+    if (dtype == E4M3) return unpack_and_transpose_keys_fp32<E4M3>(rows, scales_per_row, reinterpret_cast<uint32_t*>(out));
+    if (dtype == E8M0) return unpack_and_transpose_keys_fp32<E8M0>(rows, scales_per_row, reinterpret_cast<uint32_t*>(out));
+    for (int64_t g = 0; g < scales_per_row; g++, out += BLOCK_N) {
         for (int64_t t = 0; t < rows.count; t++) out[t] = load<float>(rows.of(t) + 4 * g);
         for (int64_t t = rows.count; t < round_up(rows.count, W); t++) out[t] = out[rows.count - 1];
     }

@@ -8,9 +8,9 @@ namespace {
 
 // Low and high bytes of the bf16 values of 128 codes: 8-bit floats and int8 without their signs.
 template <int64_t DTYPE>
-struct Bf16BytesOfCodes {
+struct Bf16BytesOf8BitCodes {
     uint8_t low[128], high[128];
-    constexpr Bf16BytesOfCodes() : low(), high() {
+    constexpr Bf16BytesOf8BitCodes() : low(), high() {
         for (int i = 0; i < 128; i++) {
             uint32_t half = DTYPE == INT8 ? bf16_bits_of_int(i) : DTYPE == E5M2 ? bf16_bits_of_minifloat<5, 2>(i) : bf16_bits_of_minifloat<4, 3>(i);
             low[i] = half & 0xFF;
@@ -34,7 +34,7 @@ struct Bf16BytesOfCodes {
     }
 };
 template <int64_t DTYPE>
-alignas(64) constexpr Bf16BytesOfCodes<DTYPE> BYTES;
+alignas(64) constexpr Bf16BytesOf8BitCodes<DTYPE> BYTES;
 
 // Bytes of the bf16 values of the 16 codes of e2m1 and int4.
 alignas(16) constexpr uint8_t E2M1_LOW[16] = {0, 0, 0x80, 0xC0, 0, 0x40, 0x80, 0xC0, 0, 0, 0x80, 0xC0, 0, 0x40, 0x80, 0xC0};
@@ -53,15 +53,15 @@ struct LowAndHighBytes {
 };
 
 template <int64_t DTYPE>
-struct Table {
+struct CodeToBf16Table {
     __m512i low[2], high[2];
-    Table() {
+    CodeToBf16Table() {
         for (int i = 0; i < 2; i++) {
             low[i] = _mm512_loadu_si512(BYTES<DTYPE>.low + 64 * i);
             high[i] = _mm512_loadu_si512(BYTES<DTYPE>.high + 64 * i);
         }
     }
-    LowAndHighBytes operator()(__m512i byte_codes) const {
+    LowAndHighBytes bf16_bytes_of(__m512i byte_codes) const {
         __m512i i = DTYPE == INT8 ? _mm512_abs_epi8(byte_codes) : byte_codes, sign = _mm512_set1_epi8(-128);
         __m512i h = _mm512_permutex2var_epi8(high[0], i, high[1]);
         h = _mm512_ternarylogic_epi32(h, byte_codes, sign, 0xF8);  // h | (code & sign)
@@ -97,15 +97,15 @@ alignas(16) constexpr uint8_t BY_BYTE[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10,
 
 // Stores the bf16 pairs of one 4-byte word of 16 tokens, for the columns that it holds.
 template <int64_t DTYPE>
-inline void store_key_pairs(__m512i x, const Table<DTYPE>& table, uint32_t* out) {
-    LowAndHighBytes look = table(_mm512_shuffle_epi8(x, broadcast_16_bytes(BY_TWO_BYTES)));
+inline void store_key_pairs(__m512i words_of_16_keys, const CodeToBf16Table<DTYPE>& table, uint32_t* out) {
+    LowAndHighBytes look = table.bf16_bytes_of(_mm512_shuffle_epi8(words_of_16_keys, broadcast_16_bytes(BY_TWO_BYTES)));
     _mm512_storeu_si512(out, _mm512_unpacklo_epi8(look.low, look.high));
     _mm512_storeu_si512(out + BLOCK_N, _mm512_unpackhi_epi8(look.low, look.high));
 }
 
 template <int64_t DTYPE>
-inline void store_key_pairs_4_bit(__m512i x, uint32_t* out) {
-    Nibbles codes(_mm512_shuffle_epi8(x, broadcast_16_bytes(BY_BYTE)));
+inline void store_key_pairs_4_bit(__m512i words_of_16_keys, uint32_t* out) {
+    Nibbles codes(_mm512_shuffle_epi8(words_of_16_keys, broadcast_16_bytes(BY_BYTE)));
     LowAndHighBytes even = low_and_high_bf16_bytes_of_4_bit_codes<DTYPE>(codes.even), odd = low_and_high_bf16_bytes_of_4_bit_codes<DTYPE>(codes.odd);
     __m512i e = _mm512_unpacklo_epi8(even.low, even.high), o = _mm512_unpacklo_epi8(odd.low, odd.high);
     _mm512_storeu_si512(out, _mm512_unpacklo_epi16(e, o));
@@ -116,9 +116,9 @@ inline void store_key_pairs_4_bit(__m512i x, uint32_t* out) {
 }
 
 template <int64_t DTYPE>
-void unpack_keys_bf16(const Rows& rows, int64_t columns, uint32_t* out) {
+void unpack_and_transpose_keys_bf16(const Rows& rows, int64_t columns, uint32_t* out) {
     constexpr int UNITS = 16 / bits_of(DTYPE);  // bf16 pairs in four bytes
-    const Table<is_4_bit(DTYPE) || DTYPE == BF16 ? E4M3 : DTYPE> table;
+    const CodeToBf16Table<is_4_bit(DTYPE) || DTYPE == BF16 ? E4M3 : DTYPE> table;
     int64_t bytes = columns * bits_of(DTYPE) / 8;
     for (int64_t t = 0; t < rows.count; t += 16) {
         for (int64_t i = 0; i < bytes; i += 64) {
@@ -162,10 +162,10 @@ inline void store_inside_row(__m512i x, uint32_t* out, int64_t c, int64_t column
 }
 
 template <int64_t DTYPE>
-inline void store_value_pairs(__m512i a, __m512i b, const Table<DTYPE>& table, uint32_t* out, int64_t c, int64_t columns) {
+inline void store_value_pairs(__m512i a, __m512i b, const CodeToBf16Table<DTYPE>& table, uint32_t* out, int64_t c, int64_t columns) {
     __m512i order = _mm512_loadu_si512(VALUE_BYTE_ORDERS.of_8_bit);
     a = _mm512_permutexvar_epi8(order, a), b = _mm512_permutexvar_epi8(order, b);
-    LowAndHighBytes first = table(_mm512_unpacklo_epi8(a, b)), second = table(_mm512_unpackhi_epi8(a, b));
+    LowAndHighBytes first = table.bf16_bytes_of(_mm512_unpacklo_epi8(a, b)), second = table.bf16_bytes_of(_mm512_unpackhi_epi8(a, b));
     store_inside_row(_mm512_unpacklo_epi8(first.low, first.high), out, c, columns);
     store_inside_row(_mm512_unpackhi_epi8(first.low, first.high), out, c + 16, columns);
     store_inside_row(_mm512_unpacklo_epi8(second.low, second.high), out, c + 32, columns);
@@ -190,7 +190,7 @@ inline void store_value_pairs_4_bit(__m512i a, __m512i b, uint32_t* out, int64_t
 
 template <int64_t DTYPE>
 void unpack_values_bf16(const Rows& rows, int64_t columns, uint32_t* out, int64_t stride) {
-    const Table<is_4_bit(DTYPE) || DTYPE == BF16 ? E4M3 : DTYPE> table;
+    const CodeToBf16Table<is_4_bit(DTYPE) || DTYPE == BF16 ? E4M3 : DTYPE> table;
     int64_t bytes = columns * bits_of(DTYPE) / 8;
     for (int64_t t = 0; t < rows.count; t += 2, out += stride) {
         const uint8_t* first = rows.of(t);
@@ -222,7 +222,7 @@ void unpack_values_bf16(const Rows& rows, int64_t columns, uint32_t* out, int64_
     }
 
 inline void pack_keys(Bf16Packing, int64_t dtype, const Rows& rows, int64_t columns, uint32_t* out) {
-    BF16_BY_DTYPE(dtype, unpack_keys_bf16, rows, columns, out)
+    BF16_BY_DTYPE(dtype, unpack_and_transpose_keys_bf16, rows, columns, out)
 }
 
 inline void pack_values(Bf16Packing, int64_t dtype, const Rows& rows, int64_t columns, uint32_t* out, int64_t stride) {

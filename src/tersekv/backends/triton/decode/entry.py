@@ -13,8 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ....formats import pair_of
 from ...host import launch
 from ...host.attention_launches import (
-    attention_constants,
     attention_launches,
+    epilogue_softmax_scale_and_varlen_constants,
     kernel_choice_facts,
     min_split_key_blocks,
     output_and_workspace_args,
@@ -198,13 +198,13 @@ def _shape_tile_and_split_constants(f: SimpleNamespace, tile: TileConfig, use_tm
         "COMBINE_COLUMNS": pack * columns["BLOCK_DV"],
         "SPLIT_BLOCKS": min_split_key_blocks(f, tile.block_n),
         "INT64_OFFSETS": launch.offsets_within_page_exceed_int32(
-            f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache
+            (f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache)
         ),
     }
 
 
 def _mask_sinks_scale_and_output_constants(f: SimpleNamespace) -> dict[str, Any]:
-    return attention_constants(f) | {
+    return epilogue_softmax_scale_and_varlen_constants(f) | {
         "HAS_MASK": f.mask is not None,
         **window_sinks_softcap_and_scale_constants(f),
     }

@@ -24,8 +24,8 @@ from ....formats import (
 )
 from ...host import launch
 from ...host.attention_launches import (
-    attention_constants,
     attention_launches,
+    epilogue_softmax_scale_and_varlen_constants,
     kernel_choice_facts,
     min_split_key_blocks,
     output_and_workspace_args,
@@ -302,7 +302,7 @@ def _shape_tile_and_split_constants(
         "PARTIAL_COLUMNS": pack * block_dv + 2,
         "COMBINE_COLUMNS": pack * block_dv,
         "SPLIT_BLOCKS": min_split_key_blocks(f, tile.block_n),
-        "INT64_OFFSETS": launch.offsets_within_page_exceed_int32(f.ckv, f.kpe, f.ckv_scale_cache),
+        "INT64_OFFSETS": launch.offsets_within_page_exceed_int32((f.ckv, f.kpe, f.ckv_scale_cache)),
         "CKV_STRIDE_UNIT": common_stride_unit(f.ckv, _packed_strides(f.ckv), 8),
         "KPE_STRIDE_UNIT": common_stride_unit(_rotary_part(f), _packed_strides(_rotary_part(f)), 8),
     }
@@ -310,7 +310,7 @@ def _shape_tile_and_split_constants(
 
 def _sinks_scale_and_output_constants(f: SimpleNamespace) -> dict[str, Any]:
     sinks = f.sinks is not None
-    return attention_constants(f) | {
+    return epilogue_softmax_scale_and_varlen_constants(f) | {
         "HAS_V_SCALE": f.kv_scale_t is not None, "HAS_SINKS": sinks, "LSE_OF_KEYS": sinks and f.lse_of_keys,
     }  # fmt: skip
 

@@ -200,7 +200,7 @@ def _shape_and_tile_constants(f: SimpleNamespace, tile: TileConfig) -> dict[str,
         "BLOCK_B": request_block_size(f.seq_lens.shape[0]),
         "SCALE_COPIES": max(1, 32 * tile.num_warps // tile.block_n),
         "INT64_OFFSETS": launch.offsets_within_page_exceed_int32(
-            f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache
+            (f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache)
         ),
         "SPLIT_KEYS": _SPLIT_KEYS if f.prefill_invariant else 0,
     }
