@@ -229,7 +229,7 @@ def configure(f: SimpleNamespace) -> Config:
     )  # fmt: skip
     combine, metadata_size = None, 8 * ranges * groups  # of counters
     if not any(fused_tile):
-        sizes = {"num_ranges": ranges, "cfg": replace(cfg, BLOCK_B=0), "tile_cfg": shape}
+        sizes = {"num_workspace_ranges": ranges, "cfg": replace(cfg, BLOCK_B=0), "tile_cfg": shape}
         args = shared_args | tensor_args(CU_SEQLENS_Q="cu_seqlens_q") | sizes
         combine = KernelLaunch(combine_kernel, grid, args, num_warps=4, launch_pdl=True)
         metadata_size = 2 * grid[0]
