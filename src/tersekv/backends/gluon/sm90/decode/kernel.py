@@ -7,9 +7,8 @@ A CTA has HEADS_PER_CTA × WARPS_PER_HEAD warps for HEADS_PER_CTA KV heads and p
 n_block of its work tile. Warps synchronize only before a stage is refilled: the MMAs are mma.sync, whose operands each
 warp holds itself (`layouts`). With LARGE_M a CTA has one head, whose rows share the dequantized tiles (`shared_tiles`).
 
-Mask: `compute_masked_log2_scores_of_mma_tile`. Free stage: the barrier before `start_kv_block_copies` in
-`decode_kernel`. Rescale: `mainloop_step` or `mainloop_step_lazy_rescale`. Combine: `combine`. With LARGE_M: see
-`shared_tiles`.
+Mask: `compute_masked_log2_scores_of_mma_tile`. Free stage: the barrier before `start_kv_block_copies` in the
+kernel. Rescale: `mainloop_step` or `mainloop_step_lazy_rescale`. Combine: `combine`. With LARGE_M: see `shared_tiles`.
 
 SPLIT_WORKSPACE: two slots per CTA range and head, for the split work tile it begins with (even) and the one it ends
 with (odd). SPLIT_METADATA: the number of splits of each work tile and its first CTA range.
@@ -568,7 +567,7 @@ def store_split_metadata(p_metadata, num_splits, i_range):
 
 
 @gluon.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["B"])
-def decode_kernel(
+def decode_small_m_or_shared_tiles_kernel(
     Q, K, V, K_SCALES, V_SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, MASK, SINKS, OUT, LSE, SPLIT_WORKSPACE, K_SIGNS,
     V_SIGNS, K_CHANNEL_SCALES, V_CHANNEL_SCALES,
     softmax_scale, SOFTMAX_SCALE, k_scale, K_SCALE, v_scale, V_SCALE, out_scale, OUT_SCALE, softcap,
@@ -749,10 +748,8 @@ def decode_kernel(
                     tile_cfg,
                 )  # fmt: skip
                 if tile_cfg.FUSED_COMBINE_ROWS > 0:
-                    arrive_and_combine_in_levels_if_last(
-                        tensors, scales, strides, splits, maybe_uninit_counter_value, first_head, work_tile, cfg,
-                        tile_cfg,
-                    )  # fmt: skip
+                    arrive_and_combine_in_levels_if_last(tensors, scales, strides, splits, maybe_uninit_counter_value,
+                                                         first_head, work_tile, cfg, tile_cfg)  # fmt: skip
             block += work_tile.n_block_end - work_tile.n_block_begin
     if tile_cfg.FUSED_COMBINE_ROWS == 0:
         pdl_launch_dependents()

@@ -210,7 +210,7 @@ def decode_producer_warp_kernel(
     B, T, stride_q_t, stride_q_h, stride_table_b, stride_mask_t, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
     cfg: gl.constexpr, tile_cfg: gl.constexpr,
 ):  # fmt: skip
-    """Processes one CTA range for HEADS_PER_CTA heads. See the module's docstring, and `decode_kernel`'s."""
+    """Processes one CTA range for HEADS_PER_CTA heads. See the module's docstring, and `kernel`'s."""
     i_cta = gl.program_id(0)
     i_range, num_ranges = i_cta // tile_cfg.HEAD_GROUPS, gl.num_programs(0) // tile_cfg.HEAD_GROUPS
     head_group = i_cta % tile_cfg.HEAD_GROUPS

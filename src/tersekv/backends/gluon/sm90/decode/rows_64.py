@@ -763,7 +763,7 @@ def decode_rows_64_kernel(
     B, T, stride_q_t, stride_q_h, stride_table_b, stride_mask_t, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
     cfg: gl.constexpr, tile_cfg: gl.constexpr,
 ):  # fmt: skip
-    """Processes one CTA range for a KV head. See the module's docstring, and `decode_kernel`'s."""
+    """Processes one CTA range for a KV head. See the module's docstring, and `kernel`'s."""
     gl.static_assert((cfg.CODE == "e2m1") == cfg.BLOCK_SCALES, "a code that this kernel does not know")
     i_cta = gl.program_id(0)
     i_range, num_ranges, kv_head = (
