@@ -148,7 +148,7 @@ PLAIN: dict[str, Callable] = {
     "cp mask": lambda: two_ranks().decode(rows(32, tokens=2), layer(), None, None, mask=torch.zeros(1)),
     "cp page": lambda: shard_slot_mapping(slots(), 0, 2, page_size=16, interleave=6),
     "named": lambda: decode(backend="triton"),
-    "no compilation": failing(RuntimeError("PassManager::run failed"), "decode_kernel"),
+    "no compilation": failing(RuntimeError("PassManager::run failed"), "decode_small_m_or_shared_tiles_kernel"),
     "no compiler": failing(
         RuntimeError(
             "Failed to find C compiler. Please specify via CC environment variable or set triton.knobs.build.impl."

@@ -152,7 +152,7 @@ def test_a_warp_of_its_own_copies_four_bits():
     steps = [x for x in straight_runs(sass) if sum(op.startswith("HMMA") for op in x) >= 64]
     assert len(steps) == 2, "whole tiles, and tiles at an edge"
     assert not any(op.startswith(("UTMALDG", "MEMBAR")) for x in steps for op in x)
-    assert compiled(call_of("nvfp4", heads=2))[0]["name"] == "decode_kernel"
+    assert compiled(call_of("nvfp4", heads=2))[0]["name"] == "decode_small_m_or_shared_tiles_kernel"
     for x in ({"head_dim": 256}, {"group": 16}):  # twice the accumulators
         split = compiled(call_of("nvfp4", **x))[0]
         assert (split["name"], split["n_spills"]) == ("decode_producer_warp_kernel", 0)
@@ -348,7 +348,7 @@ def test_many_rows_are_attended_while_codes_are_converted(fmt, options):
 @pytest.mark.parametrize("fmt", ["fp8_e4m3", "nvfp4"])
 def test_many_rows_of_large_heads_share_what_is_converted(fmt):
     split, sass = rows_compiled(fmt, group=8, head_dim=256)
-    assert split["name"] == "decode_kernel"
+    assert split["name"] == "decode_small_m_or_shared_tiles_kernel"
     assert split["n_spills"] <= 64
     assert not re.search(r"LDS\.[US]16 ", sass)
 

@@ -164,14 +164,14 @@ def test_places_are_whole_multiples_of_128_bytes():
         ({"box": [64, 8]}, "rows of 16 bytes"),
         ({"box": [1, 512], "swizzle": 0}, "boxes of [1, 512]"),
         ({"box": [1, 32], "swizzle": 64}, "boxes that lie 64 bytes apart"),
-        ({"smem_pitch": 192}, "boxes that lie 192 bytes apart"),
-        ({"smem_pitch": 1024}, "boxes that lie 1024 bytes apart"),
+        ({"smem_copy_pitch_bytes": 192}, "boxes that lie 192 bytes apart"),
+        ({"smem_copy_pitch_bytes": 1024}, "boxes that lie 1024 bytes apart"),
         ({"shape": [1] * 6, "strides": [8] * 5 + [1], "box": [8] * 6}, "6 dimensions"),
     ],
     ids=str,
 )
 def test_a_copy_that_is_not_possible_says_why(wrong, says):
-    right = {"shape": [100, 64], "strides": [64, 1], "box": [16, 64], "swizzle": 128, "smem_pitch": 0}
+    right = {"shape": [100, 64], "strides": [64, 1], "box": [16, 64], "swizzle": 128, "smem_copy_pitch_bytes": 0}
     assert why_no_tensor_map(**right, itemsize=2) is None
     reason = why_no_tensor_map(**{**right, **wrong}, itemsize=2)
     assert reason is not None

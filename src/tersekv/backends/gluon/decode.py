@@ -38,7 +38,7 @@ from .sm90.decode.config import (
     uses_fused_combine,
     uses_rows_64,
 )
-from .sm90.decode.kernel import decode_kernel
+from .sm90.decode.kernel import decode_small_m_or_shared_tiles_kernel
 from .sm90.decode.kernel_producer_warp import decode_producer_warp_kernel
 from .sm90.decode.rows_64 import decode_rows_64_kernel
 from .sm90.parts.dequant import INT4_RESIDUAL_SCALE
@@ -229,7 +229,7 @@ def configure(f: SimpleNamespace) -> Config:
     )  # fmt: skip
     combine, metadata_size = None, 8 * ranges * groups  # of counters
     if not any(fused_tile):
-        sizes = {"num_ranges": ranges, "cfg": replace(cfg, BLOCK_B=0), "tile_cfg": shape}
+        sizes = {"num_workspace_ranges": ranges, "cfg": replace(cfg, BLOCK_B=0), "tile_cfg": shape}
         args = shared_args | tensor_args(CU_SEQLENS_Q="cu_seqlens_q") | sizes
         combine = KernelLaunch(combine_kernel, grid, args, num_warps=4, launch_pdl=True)
         metadata_size = 2 * grid[0]
@@ -248,7 +248,9 @@ def _select_kernel_and_options(tuned: TileConfig, heads_per_cta: int) -> tuple[A
     warps = {"num_warps": heads_per_cta * tuned.warps_per_head}
     if tuned.producer_warp:  # it adds three idle warps; registers are allocated per four warps
         return decode_producer_warp_kernel, warps | {"maxnreg": 65536 // (256 * tuned.ctas_per_sm) // 8 * 8}
-    return decode_kernel, warps if tuned.max_registers is None else warps | {"maxnreg": tuned.max_registers}
+    return decode_small_m_or_shared_tiles_kernel, warps if tuned.max_registers is None else warps | {
+        "maxnreg": tuned.max_registers
+    }
 
 
 def _residual_scale(code: str, shared_tiles: bool) -> float:

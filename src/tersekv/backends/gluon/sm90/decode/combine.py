@@ -1,8 +1,9 @@
 """Combine of decode's splits: rescales and sums all partial results of a work tile, in the split pass or after it.
 
-In the split pass (`arrive_and_combine_if_last`) the CTA that stores the last partial result of a work tile combines.
-Many splits are combined in two levels: first fan_in neighbours each, then their results. The order is always the same,
-whichever CTA combines, so equal calls give equal bits. Counters lie behind the partial results in the workspace.
+In the split pass (`arrive_and_combine_in_levels_if_last`) the CTA that stores the last partial result of a work tile
+combines. Many splits are combined in two levels: first fan_in neighbours each, then their results. The order is always
+the same, whichever CTA combines, so equal calls give equal bits. Counters lie behind the partial results in the
+workspace.
 
 After it (`combine_kernel`) a CTA has COMBINE_ROWS rows of a work tile and COMBINE_COLUMNS columns; COMBINE_SPLITS
 splits are loaded at once. It is launched before the split pass ends, and waits for it (PDL); the next kernel may be
@@ -82,7 +83,7 @@ def arrive_and_count_earlier_ctas(p_counter, maybe_uninit_value):
 MAX_FAN_IN = gl.constexpr(16)  # splits that one CTA combines in one level
 
 
-class SplitWorkTile(NamedTuple):
+class TileSplits(NamedTuple):
     """A work tile that is split over several CTA ranges."""
 
     i_range: gl.tensor  # this one
@@ -118,14 +119,14 @@ def split_counter_ptr(
 
 
 @gluon.jit
-def load_maybe_uninit_split_counter(SPLIT_WORKSPACE, split_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns the value of the counter that `arrive_and_combine_if_last` will need."""
-    fan_in = first_level_fan_in(split_tile.num_splits)
+def load_maybe_uninit_split_counter(SPLIT_WORKSPACE, splits, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the value of the counter that `arrive_and_combine_in_levels_if_last` will need."""
+    fan_in = first_level_fan_in(splits.num_splits)
     return load_maybe_uninit_counter(
         split_counter_ptr(
             SPLIT_WORKSPACE, 0,
-            split_tile.tile_first_range + (split_tile.i_range - split_tile.tile_first_range) // fan_in * fan_in,
-            split_tile.tile_first_range, cfg, tile_cfg,
+            splits.tile_first_range + (splits.i_range - splits.tile_first_range) // fan_in * fan_in,
+            splits.tile_first_range, cfg, tile_cfg,
         )
     )  # fmt: skip
 
@@ -149,15 +150,17 @@ def load_partial_max_sum_and_acc(p_partial_row, o_d, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_partials_clamped(
-    p_row, o_d, i_first_partial, num_partials, stride_partial, cfg: gl.constexpr, tile_cfg: gl.constexpr
+def load_partials_max_sum_and_acc_clamped(
+    p_partial_row, o_d, i_first_partial, num_partials, stride_partial, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Loads splits i_first_partial, i_first_partial + 1, …; behind the last one, the last again."""
     partials = ()
     for n in gl.static_range(gl.constexpr(tile_cfg.FUSED_COMBINE_SPLITS)):
         partials = partials + (
             load_partial_max_sum_and_acc(
-                p_row + gl.minimum(i_first_partial + n, num_partials - 1).to(gl.int64) * stride_partial, o_d, cfg
+                p_partial_row + gl.minimum(i_first_partial + n, num_partials - 1).to(gl.int64) * stride_partial,
+                o_d,
+                cfg,
             ),
         )
     return partials
@@ -185,9 +188,9 @@ def load_and_combine_partials(
     row_max, row_sum, acc_o = load_partial_max_sum_and_acc(
         p_row + gl.where(combine_first_range == tile_first_range, cfg.BLOCK_M * cfg.PARTIAL_COLUMNS, 0), o_d, cfg
     )
-    partials = load_partials_clamped(p_row, o_d, 1, num_partials, stride_partial, cfg, tile_cfg)
+    partials = load_partials_max_sum_and_acc_clamped(p_row, o_d, 1, num_partials, stride_partial, cfg, tile_cfg)
     for i in range(1, num_partials, tile_cfg.FUSED_COMBINE_SPLITS):
-        next_partials = load_partials_clamped(
+        next_partials = load_partials_max_sum_and_acc_clamped(
             p_row, o_d, i + tile_cfg.FUSED_COMBINE_SPLITS, num_partials, stride_partial, cfg, tile_cfg
         )
         row_max_new = row_max
@@ -265,8 +268,8 @@ q_begin,
 
 
 @gluon.jit
-def arrive_and_combine_if_last(
-    tensors, scales, strides, split_tile, maybe_uninit_counter_value, first_head, work_tile, cfg: gl.constexpr,
+def arrive_and_combine_in_levels_if_last(
+    tensors, scales, strides, splits, maybe_uninit_counter_value, first_head, work_tile, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Combines the splits of a work tile, if this CTA's, already in its slot, is the last to arrive.
@@ -274,11 +277,11 @@ def arrive_and_combine_if_last(
     maybe_uninit_counter_value: by `load_maybe_uninit_split_counter`
     """
     SPLIT_WORKSPACE, tile_first_range, num_splits, row_begin = (
-        tensors.SPLIT_WORKSPACE, split_tile.tile_first_range, split_tile.num_splits, work_tile.m_block * cfg.BLOCK_M,
+        tensors.SPLIT_WORKSPACE, splits.tile_first_range, splits.num_splits, work_tile.m_block * cfg.BLOCK_M,
     )  # fmt: skip
     num_rows_left = work_tile.num_q_rows * cfg.GROUP - row_begin
     fan_in = first_level_fan_in(num_splits)
-    combine_first_range = tile_first_range + (split_tile.i_range - tile_first_range) // fan_in * fan_in
+    combine_first_range = tile_first_range + (splits.i_range - tile_first_range) // fan_in * fan_in
     range_step, num_partials = (
         gl.minimum(fan_in, 1),
         gl.minimum(fan_in, tile_first_range + num_splits - combine_first_range),
@@ -321,8 +324,8 @@ def arrive_and_combine_if_last(
 
 @triton.jit
 def combine_kernel(
-    CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE, v_scale, V_SCALE, out_scale, OUT_SCALE, num_ranges, stride_out_t,
-    stride_out_h, stride_lse_t, stride_lse_h,
+    CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE, v_scale, V_SCALE, out_scale, OUT_SCALE, num_workspace_ranges,
+    stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
     cfg: tl.constexpr, tile_cfg: tl.constexpr,
 ):  # fmt: skip
     """Combines COMBINE_ROWS rows and COMBINE_COLUMNS columns of one work tile, if it was split."""
@@ -343,7 +346,7 @@ def combine_kernel(
         q_begin, num_q_rows = i_request * cfg.MAX_SEQLEN_Q, cfg.MAX_SEQLEN_Q
     num_splits, tile_first_range = 0, 0
     if m_block * cfg.BLOCK_M < num_q_rows * cfg.GROUP:
-        SPLIT_METADATA = split_metadata_ptr(SPLIT_WORKSPACE, num_ranges * cfg.HEADS, cfg) + 2 * i_work_tile
+        SPLIT_METADATA = split_metadata_ptr(SPLIT_WORKSPACE, num_workspace_ranges * cfg.HEADS, cfg) + 2 * i_work_tile
         num_splits, tile_first_range = tl.load(SPLIT_METADATA), tl.load(SPLIT_METADATA + 1)
     if num_splits > 1:
         CHUNKS: tl.constexpr = cfg.PACK * cfg.BLOCK_DV // tile_cfg.COMBINE_COLUMNS

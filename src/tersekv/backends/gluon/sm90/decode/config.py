@@ -186,7 +186,7 @@ def choose_tile_config(f: SimpleNamespace) -> TileConfig:
         max_heads = (2 if fmt.storage.itemsize == 2 else 4) // f.head_dim_parts
         tile_config = _with_two_warps_per_head(tile_config, max_heads, choose_heads_per_cta(f))
     if f.head_dim_parts > 1:
-        tile_config = _with_head_dim_parts(f, tile_config)
+        tile_config = _tune_stages_and_heads_for_head_dim_parts(f, tile_config)
     heads = choose_heads_per_cta(f, tile_config.heads_per_cta)
     bytes_per_key = smem_bytes_per_key(f) * heads
     limit, max_block_n = (
@@ -217,7 +217,7 @@ def _has_many_short_requests(f: SimpleNamespace, max_keys: int) -> bool:
     return not has_few_requests and f.page_table.shape[1] * f.k_cache.shape[1] <= max_keys
 
 
-def _with_two_warps_per_head(tile_config: TileConfig, max_heads_per_cta: int, num_kv_heads: int) -> TileConfig:
+def _with_two_warps_per_head(tile_config: TileConfig, max_heads_per_cta: int, default_heads_per_cta: int) -> TileConfig:
     """Returns the configuration with a head's query rows divided between two warps: accumulators of 16 rows of more
     than 128 columns do not fit in one warp's registers.
 
@@ -227,12 +227,12 @@ def _with_two_warps_per_head(tile_config: TileConfig, max_heads_per_cta: int, nu
     tile_config = tile_config._replace(warps_per_head=2, heads_per_cta=max_heads_per_cta, producer_warp=False)
     return (
         tile_config._replace(ctas_per_sm=1, max_registers=255)
-        if min(num_kv_heads, max_heads_per_cta) == 4
+        if min(default_heads_per_cta, max_heads_per_cta) == 4
         else tile_config
     )
 
 
-def _with_head_dim_parts(f: SimpleNamespace, tile_config: TileConfig) -> TileConfig:
+def _tune_stages_and_heads_for_head_dim_parts(f: SimpleNamespace, tile_config: TileConfig) -> TileConfig:
     """Returns the configuration for heads in column parts: two heads per CTA, or four where token scales of two are no
     multiple of 16 bytes.
 

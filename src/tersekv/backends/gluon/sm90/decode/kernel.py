@@ -1,5 +1,5 @@
-"""Split pass of paged decode on Hopper. `arrive_and_combine_if_last` combines the splits, or `combine_kernel` in a
-second launch.
+"""Split pass of paged decode on Hopper. `arrive_and_combine_in_levels_if_last` combines the splits, or
+`combine_kernel` in a second launch.
 
 A CTA has HEADS_PER_CTA × WARPS_PER_HEAD warps for HEADS_PER_CTA KV heads and processes one CTA range of n_blocks
 (`parts/tile_scheduler`), each in NUM_MMA_TILES tiles of MMA_KEYS keys. Tensor copies fill a ring of stages
@@ -7,9 +7,8 @@ A CTA has HEADS_PER_CTA × WARPS_PER_HEAD warps for HEADS_PER_CTA KV heads and p
 n_block of its work tile. Warps synchronize only before a stage is refilled: the MMAs are mma.sync, whose operands each
 warp holds itself (`layouts`). With LARGE_M a CTA has one head, whose rows share the dequantized tiles (`shared_tiles`).
 
-Mask: `compute_masked_log2_scores_of_mma_tile`. Free stage: the barrier before `start_kv_block_copies` in
-`decode_kernel`. Rescale: `mainloop_step` or `mainloop_step_lazy_rescale`. Combine: `combine`. With LARGE_M: see
-`shared_tiles`.
+Mask: `compute_masked_log2_scores_of_mma_tile`. Free stage: the barrier before `start_kv_block_copies` in the
+kernel. Rescale: `mainloop_step` or `mainloop_step_lazy_rescale`. Combine: `combine`. With LARGE_M: see `shared_tiles`.
 
 SPLIT_WORKSPACE: two slots per CTA range and head, for the split work tile it begins with (even) and the one it ends
 with (odd). SPLIT_METADATA: the number of splits of each work tile and its first CTA range.
@@ -60,12 +59,12 @@ from ..parts.tile_scheduler import (
     make_work_tile_at_block,
 )
 from . import shared_tiles as large_m
-from .combine import SplitWorkTile, arrive_and_combine_if_last, load_maybe_uninit_split_counter
+from .combine import TileSplits, arrive_and_combine_in_levels_if_last, load_maybe_uninit_split_counter
 from .layouts import (
+    dequantized_k_to_mma_operand,
     k_load_layout,
-    k_to_mma_operand,
-    load_and_expand_k_block_scales,
-    load_and_expand_v_block_scales,
+    load_and_expand_k_block_scales_to_fp16,
+    load_and_expand_v_block_scales_to_fp16,
     load_query_fragment,
     load_token_scales,
     mma_layout,
@@ -145,20 +144,20 @@ def key_and_buffer_of_mma_tile(stage, n_block, j: gl.constexpr, cfg: gl.constexp
 
 
 @gluon.jit
-def compute_masked_log2_scores_of_mma_tile(smem_k, smem_k_scales, i_tile, q, score_scales, softcap, first_key,
+def compute_masked_log2_scores_of_mma_tile(smem_k, smem_k_scales, i_tile_in_ring, q, score_scales, softcap, first_key,
 mask_args,
                                MASKED: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
     """Returns the scores of an MMA tile in units of log2: [HEADS_PER_CTA, MMA_KEYS, BLOCK_M]."""
     MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
-    packed = smem_codes_of_mma_tile(smem_k, i_tile, cfg.PACKED_K, tile_cfg).load(
+    packed = smem_codes_of_mma_tile(smem_k, i_tile_in_ring, cfg.PACKED_K, tile_cfg).load(
         k_load_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, tile_cfg.MMA_KEYS, cfg.PACKED_K)
     )
     # Dequantize K.
     if tile_cfg.K.SCALE_KIND == "block":
         k = dequant_e2m1_to_4_operands(
             packed,
-            load_and_expand_k_block_scales(
-                smem_scales_of_mma_tile(smem_k_scales, i_tile, False, tile_cfg), cfg, tile_cfg
+            load_and_expand_k_block_scales_to_fp16(
+                smem_scales_of_mma_tile(smem_k_scales, i_tile_in_ring, False, tile_cfg), cfg, tile_cfg
             ),
             False,
         )
@@ -171,12 +170,14 @@ mask_args,
     s = gl.full([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.BLOCK_M], 0, gl.float32, MMA)
     for i in gl.static_range(gl.constexpr(tile_cfg.K.PACK)):
         if cfg.BLOCK_M // tile_cfg.WARPS_PER_HEAD > 16:
-            s = mma_v2(k_to_mma_operand(k[i], cfg, tile_cfg), load_query_fragment(q.operands, i, cfg, tile_cfg), s)
+            s = mma_v2(
+                dequantized_k_to_mma_operand(k[i], cfg, tile_cfg), load_query_fragment(q.operands, i, cfg, tile_cfg), s
+            )
         else:
-            s = mma_v2(k_to_mma_operand(k[i], cfg, tile_cfg), q.operands[i], s)
+            s = mma_v2(dequantized_k_to_mma_operand(k[i], cfg, tile_cfg), q.operands[i], s)
     if tile_cfg.K.SCALE_KIND == "token_head":
         token_scales = load_token_scales(
-            smem_scales_of_mma_tile(smem_k_scales, i_tile, False, tile_cfg), gl.SliceLayout(2, MMA), tile_cfg
+            smem_scales_of_mma_tile(smem_k_scales, i_tile_in_ring, False, tile_cfg), gl.SliceLayout(2, MMA), tile_cfg
         )
         if tile_cfg.K.CODE == "int4":
             # 2^23 + the zero point, as fp32 bits, minus 2^23.
@@ -201,12 +202,12 @@ mask_args,
 
 @gluon.jit
 def load_log2_and_reciprocal_v_scales(
-    smem_v_scales, i_tile, first_key, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
+    smem_v_scales, i_tile_in_ring, first_key, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Returns log2 and reciprocals of the V scales of an MMA tile: [HEADS_PER_CTA, MMA_KEYS]."""
     MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
     v_scales = load_token_scales(
-        smem_scales_of_mma_tile(smem_v_scales, i_tile, True, tile_cfg), gl.SliceLayout(2, MMA), tile_cfg
+        smem_scales_of_mma_tile(smem_v_scales, i_tile_in_ring, True, tile_cfg), gl.SliceLayout(2, MMA), tile_cfg
     )
     v_scales = gl.maximum(v_scales, 1e-30)
     if MASKED:
@@ -226,15 +227,15 @@ def compute_scores_lane_max_and_inv_v_scales(
     TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS
     s, inv_v_scales = (), ()
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_MMA_TILES)):
-        first_key, i_tile = key_and_buffer_of_mma_tile(stage, n_block, j, cfg, tile_cfg)
+        first_key, i_tile_in_ring = key_and_buffer_of_mma_tile(stage, n_block, j, cfg, tile_cfg)
         smem_k, smem_k_scales = smem_kv.k[j // TILES_PER_BUFFER], smem_kv.k_scales[j // TILES_PER_BUFFER]
         tile_scores = compute_masked_log2_scores_of_mma_tile(
-            smem_k, smem_k_scales, i_tile, q, score_scales, softcap, first_key, mask_args, MASKED, cfg, tile_cfg
+            smem_k, smem_k_scales, i_tile_in_ring, q, score_scales, softcap, first_key, mask_args, MASKED, cfg, tile_cfg
         )
         if tile_cfg.V.SCALE_KIND == "token_head":
             # The V scale is added to the exponent, so that the P multiplied with V codes lies in (0, 1].
             log2_v_scales, inv_v_scale = load_log2_and_reciprocal_v_scales(
-                smem_kv.v_scales[j // TILES_PER_BUFFER], i_tile, first_key, mask_args, MASKED, cfg, tile_cfg
+                smem_kv.v_scales[j // TILES_PER_BUFFER], i_tile_in_ring, first_key, mask_args, MASKED, cfg, tile_cfg
             )
             tile_scores = tile_scores + log2_v_scales[:, :, None]
             inv_v_scales = inv_v_scales + (inv_v_scale,)
@@ -250,24 +251,26 @@ def compute_scores_lane_max_and_inv_v_scales(
 
 
 @gluon.jit
-def accumulate_pv_of_mma_tile(acc_o, smem_v, smem_v_scales, i_tile, p, first_key, mask_args, MASKED: gl.constexpr,
-                              cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
+def accumulate_pv_of_mma_tile(
+    acc_o, smem_v, smem_v_scales, i_tile_in_ring, p, first_key, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
+    tile_cfg: gl.constexpr,
+):  # fmt: skip
     """Returns acc_o + V^T P of an MMA tile; p: [HEADS_PER_CTA, MMA_KEYS, BLOCK_M]."""
     A: gl.constexpr = gl.DotOperandLayout(0, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD), 2)
     p_operand = transpose_p_to_mma_operand(p.to(mma_dtype(cfg)), cfg, tile_cfg)
-    packed = smem_codes_of_mma_tile(smem_v, i_tile, cfg.PACKED_V, tile_cfg).permute([0, 2, 1]).load(A)
+    packed = smem_codes_of_mma_tile(smem_v, i_tile_in_ring, cfg.PACKED_V, tile_cfg).permute([0, 2, 1]).load(A)
     if MASKED:  # an invalid slot may hold NaN, and 0 × NaN is NaN
         o_n = first_key + gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(0, gl.SliceLayout(1, A)))
         valid = keys_visible_to_any_row_mask(o_n, mask_args.num_keys, mask_args.num_q_rows, cfg)[None, None, :]
         packed = gl.where(valid, packed, 0)
     if tile_cfg.V.CODE == "int4":
         token_scales = load_token_scales(
-            smem_scales_of_mma_tile(smem_v_scales, i_tile, True, tile_cfg), gl.SliceLayout(1, A), tile_cfg
+            smem_scales_of_mma_tile(smem_v_scales, i_tile_in_ring, True, tile_cfg), gl.SliceLayout(1, A), tile_cfg
         )
         v = int4_v_minus_zero_points_to_operands(packed, int4_zero_points(token_scales).to(gl.int16)[:, None, :])
     elif tile_cfg.V.SCALE_KIND == "block":
-        block_scales = load_and_expand_v_block_scales(
-            smem_scales_of_mma_tile(smem_v_scales, i_tile, True, tile_cfg).permute([0, 2, 1]), cfg, tile_cfg
+        block_scales = load_and_expand_v_block_scales_to_fp16(
+            smem_scales_of_mma_tile(smem_v_scales, i_tile_in_ring, True, tile_cfg).permute([0, 2, 1]), cfg, tile_cfg
         )
         if MASKED:
             block_scales = gl.where(valid, block_scales, 0.0)
@@ -285,7 +288,7 @@ def accumulate_pv_of_mma_tile(acc_o, smem_v, smem_v_scales, i_tile, p, first_key
 
 
 @gluon.jit
-def init_softmax_state(cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def init_softmax_state_with_row_sum_by_key(cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the SoftmaxState before the first n_block."""
     MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
     row_max = gl.full([tile_cfg.HEADS_PER_CTA, cfg.BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
@@ -322,10 +325,10 @@ def mainloop_step(
             row_sum = row_sum + p * inv_v_scales[j][:, :, None]
         else:
             row_sum = row_sum + p
-        first_key, i_tile = key_and_buffer_of_mma_tile(stage, n_block, j, cfg, tile_cfg)
+        first_key, i_tile_in_ring = key_and_buffer_of_mma_tile(stage, n_block, j, cfg, tile_cfg)
         smem_v, smem_v_scales = smem_kv.v[j // TILES_PER_BUFFER], smem_kv.v_scales[j // TILES_PER_BUFFER]
         acc_o = accumulate_pv_of_mma_tile(
-            acc_o, smem_v, smem_v_scales, i_tile, p, first_key, mask_args, MASKED, cfg, tile_cfg
+            acc_o, smem_v, smem_v_scales, i_tile_in_ring, p, first_key, mask_args, MASKED, cfg, tile_cfg
         )
     return SoftmaxState(row_max_new, row_sum, acc_o)
 
@@ -361,7 +364,7 @@ def rescale_acc_if_flagged(acc_o, rescale, flag, tile_cfg: gl.constexpr):
 
 
 @gluon.jit
-def init_softmax_state_by_lane(cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def init_softmax_state_with_max_and_sum_by_lane(cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the SoftmaxState before the first n_block, by lane."""
     zeros = gl.max(
         view_by_lane(
@@ -414,29 +417,45 @@ def mainloop_step_lazy_rescale(
             row_sum = row_sum + gl.sum(view_by_lane(p * inv_v_scales[j][:, :, None]), 1)
         else:
             row_sum = row_sum + gl.sum(x, 1)
-        first_key, i_tile = key_and_buffer_of_mma_tile(stage, n_block, j, cfg, tile_cfg)
+        first_key, i_tile_in_ring = key_and_buffer_of_mma_tile(stage, n_block, j, cfg, tile_cfg)
         smem_v, smem_v_scales = smem_kv.v[j // TILES_PER_BUFFER], smem_kv.v_scales[j // TILES_PER_BUFFER]
         acc_o = accumulate_pv_of_mma_tile(
-            acc_o, smem_v, smem_v_scales, i_tile, p, first_key, mask_args, MASKED, cfg, tile_cfg
+            acc_o, smem_v, smem_v_scales, i_tile_in_ring, p, first_key, mask_args, MASKED, cfg, tile_cfg
         )
     return SoftmaxState(row_max, row_sum, acc_o)
 
 
 @gluon.jit
-def reduce_softmax_state_over_lanes(state, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns a step's SoftmaxState with row_max and row_sum reduced over lanes, and all columns at one scale."""
+def init_unreduced_softmax_state(cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the SoftmaxState before the first n_block, as this kernel's mainloop step keeps it."""
+    if cfg.BLOCK_M > 16:
+        return init_softmax_state_with_max_and_sum_by_lane(cfg, tile_cfg)
+    else:
+        return init_softmax_state_with_row_sum_by_key(cfg, tile_cfg)
+
+
+@gluon.jit
+def equalize_int4_acc_scales(state, tile_cfg: gl.constexpr):
+    """Returns the SoftmaxState with all columns at one scale: the accumulators of even int4 codes lack
+    INT4_ODD_SCALE."""
     acc_o = state.acc_o
     if tile_cfg.V.CODE == "int4":
         acc_o = (acc_o[0] * INT4_ODD_SCALE, acc_o[1], acc_o[2] * INT4_ODD_SCALE, acc_o[3])
+    return SoftmaxState(state.row_max, state.row_sum, acc_o)
+
+
+@gluon.jit
+def reduce_softmax_state_over_lanes(state, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns a step's SoftmaxState with row_max and row_sum reduced over lanes."""
     if cfg.BLOCK_M > 16:
         L: gl.constexpr = gl.SliceLayout(1, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD))
         row_max, row_sum = (
             gl.convert_layout(gl.max(state.row_max, 1), L),
             gl.convert_layout(gl.sum(state.row_sum, 1), L),
         )
-        return SoftmaxState(row_max, row_sum, acc_o)
+        return SoftmaxState(row_max, row_sum, state.acc_o)
     else:
-        return SoftmaxState(state.row_max, gl.sum(state.row_sum, 1), acc_o)
+        return SoftmaxState(state.row_max, gl.sum(state.row_sum, 1), state.acc_o)
 
 
 # ---- epilogue ----
@@ -449,7 +468,7 @@ def kv_heads_of_cta(first_head, LAYOUT: gl.constexpr, tile_cfg: gl.constexpr):
 
 
 @gluon.jit
-def packed_output_columns(first_head, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def packed_head_columns_of_acc(first_head, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the packed columns of a head, or of its part, that the accumulators hold: [HEADS_PER_CTA or 1, PACKED_V,
     1]."""
     MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
@@ -466,13 +485,13 @@ def packed_output_columns(first_head, cfg: gl.constexpr, tile_cfg: gl.constexpr)
 
 
 @gluon.jit
-def output_row_and_column_mask(m_row, o_d, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def output_row_and_column_mask(m_row, packed_columns, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the mask of existing rows and columns: a row of `out` may be shorter than one in shared memory."""
     mask = m_row[:, None, :]
     if cfg.DV < cfg.PACK * cfg.PACKED_V:
-        mask = mask & (o_d < cfg.DV // cfg.PACK)
+        mask = mask & (packed_columns < cfg.DV // cfg.PACK)
     if tile_cfg.V.PADDED_HEADS > 1:
-        mask = mask & (o_d >= 0)
+        mask = mask & (packed_columns >= 0)
     return mask
 
 
@@ -492,7 +511,7 @@ def store_output_and_lse(
     acc_scale, lse = compute_acc_scale_and_lse(
         state.row_max, state.row_sum, v_out_scale[:, None] * cfg.V_RESIDUAL_SCALE, tensors.SINKS, q_heads, m_row, cfg
     )
-    o_d = packed_output_columns(first_head, cfg, tile_cfg)
+    o_d = packed_head_columns_of_acc(first_head, cfg, tile_cfg)
     p_row = OUT + tokens * strides.out_t + q_heads * strides.out_h
     if tile_cfg.HEAD_DIM_PARTS > 1:
         p_row += (kv_heads % tile_cfg.HEAD_DIM_PARTS * cfg.DV)[:, None]
@@ -509,17 +528,17 @@ def store_output_and_lse(
 
 @gluon.jit
 def store_partial(
-    SPLIT_WORKSPACE, partial_slot, state, first_head, num_rows_left, cfg: gl.constexpr, tile_cfg: gl.constexpr
+    SPLIT_WORKSPACE, first_partial_slot, state, first_head, num_rows_left, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Stores the partial results of split work tiles: slot + 2 h, [BLOCK_M, PARTIAL_COLUMNS] fp32, whose last two
     columns are row_max and row_sum."""
     MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
     HN: gl.constexpr = gl.SliceLayout(1, MMA)
     o_r = gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(0, HN))
-    partial_slots = partial_slot + 2 * gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, HN)).to(gl.int64)
+    partial_slots = first_partial_slot + 2 * gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, HN)).to(gl.int64)
     p_row = SPLIT_WORKSPACE + (partial_slots[:, None] * cfg.BLOCK_M + o_r[None, :]) * cfg.PARTIAL_COLUMNS
     m_row = (o_r < num_rows_left)[None, :] & (partial_slots >= 0)[:, None]
-    o_d = packed_output_columns(first_head, cfg, tile_cfg)
+    o_d = packed_head_columns_of_acc(first_head, cfg, tile_cfg)
     if tile_cfg.V.PADDED_HEADS > 1:
         o_d = o_d & (cfg.BLOCK_DV - 1)  # columns of neighbouring heads go behind the head's own
     for j in gl.static_range(gl.constexpr(cfg.PACK)):
@@ -548,7 +567,7 @@ def store_split_metadata(p_metadata, num_splits, i_range):
 
 
 @gluon.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["B"])
-def decode_kernel(
+def decode_small_m_or_shared_tiles_kernel(
     Q, K, V, K_SCALES, V_SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, MASK, SINKS, OUT, LSE, SPLIT_WORKSPACE, K_SIGNS,
     V_SIGNS, K_CHANNEL_SCALES, V_CHANNEL_SCALES,
     softmax_scale, SOFTMAX_SCALE, k_scale, K_SCALE, v_scale, V_SCALE, out_scale, OUT_SCALE, softcap,
@@ -574,7 +593,7 @@ def decode_kernel(
     if tile_cfg.NUM_QUERY_STAGES > 0:
         smem_prefetched_q = allocate_smem_prefetched_q(Q, cfg, tile_cfg)
     if tile_cfg.LARGE_M:
-        smem_operands = large_m.allocate_smem_operands(cfg, tile_cfg)
+        smem_operands = large_m.allocate_smem_fp16_qkv_and_scales(cfg, tile_cfg)
     # Wait for the previous kernel; then padding, and this CTA's range.
     pdl_wait()
     if tile_cfg.FUSED_COMBINE_ROWS > 0:
@@ -647,10 +666,10 @@ def decode_kernel(
             # Splits of this work tile, if this launch combines them.
             if tile_cfg.FUSED_COMBINE_ROWS > 0:
                 first_range = (n_block_base + work_tile.m_block * work_tile.num_n_blocks) // cta_range.blocks_per_range
-                split_tile = SplitWorkTile(
+                splits = TileSplits(
                     i_range, first_range, num_splits_of_tile(work_tile, cta_range.blocks_per_range, first_range)
                 )
-                maybe_uninit_counter_value = load_maybe_uninit_split_counter(SPLIT_WORKSPACE, split_tile, cfg, tile_cfg)
+                maybe_uninit_counter_value = load_maybe_uninit_split_counter(SPLIT_WORKSPACE, splits, cfg, tile_cfg)
             # Query, then the main loop.
             if tile_cfg.LARGE_M:
                 score_scales = head_score_scales * large_m.store_query_to_smem_and_return_q_scales(
@@ -672,9 +691,7 @@ def decode_kernel(
                                                                    first_head, cfg, tile_cfg)  # fmt: skip
                 score_scales = head_score_scales[:, None] * q_scales
                 step: gl.constexpr = mainloop_step_lazy_rescale if cfg.BLOCK_M > 16 else mainloop_step
-                new_state = (
-                    init_softmax_state_by_lane(cfg, tile_cfg) if cfg.BLOCK_M > 16 else init_softmax_state(cfg, tile_cfg)
-                )
+                new_state = init_unreduced_softmax_state(cfg, tile_cfg)
                 for n_block in range(
                     request.first_n_block + work_tile.n_block_begin, request.first_n_block + work_tile.n_block_end
                 ):
@@ -703,7 +720,7 @@ def decode_kernel(
                             True, cfg, tile_cfg,
                         )  # fmt: skip
                     iter += 1
-                state = reduce_softmax_state_over_lanes(new_state, cfg, tile_cfg)
+                state = reduce_softmax_state_over_lanes(equalize_int4_acc_scales(new_state, tile_cfg), cfg, tile_cfg)
             # Epilogue: output of an unsplit work tile, else a partial result.
             if tile_cfg.V.ROTATION.ENABLED:
                 state = unrotate_and_scale_acc(state, smem_column_scales, cfg, tile_cfg)
@@ -731,8 +748,8 @@ def decode_kernel(
                     tile_cfg,
                 )  # fmt: skip
                 if tile_cfg.FUSED_COMBINE_ROWS > 0:
-                    arrive_and_combine_if_last(tensors, scales, strides, split_tile, maybe_uninit_counter_value,
-                                               first_head, work_tile, cfg, tile_cfg)  # fmt: skip
+                    arrive_and_combine_in_levels_if_last(tensors, scales, strides, splits, maybe_uninit_counter_value,
+                                                         first_head, work_tile, cfg, tile_cfg)  # fmt: skip
             block += work_tile.n_block_end - work_tile.n_block_begin
     if tile_cfg.FUSED_COMBINE_ROWS == 0:
         pdl_launch_dependents()

@@ -35,8 +35,8 @@ from .kernel import (
     AttentionTensors,
     CallScales,
     Strides,
-    init_softmax_state,
-    init_softmax_state_by_lane,
+    equalize_int4_acc_scales,
+    init_unreduced_softmax_state,
     kv_heads_of_cta,
     mainloop_step,
     mainloop_step_lazy_rescale,
@@ -80,7 +80,7 @@ def producer(
         full_barrier = full_barriers.index(stage)
         mbarrier.expect(full_barrier, NUM_COPIES * BLOCK_BYTES)
         for i in gl.static_range(NUM_COPIES):
-            page_id, i_copy = (
+            page_id, i_copy_in_ring = (
                 prefetch_pos.page_ids[i],
                 stage * tile_cfg.COPIES_PER_BUFFER + i % tile_cfg.COPIES_PER_BUFFER,
             )
@@ -88,22 +88,22 @@ def producer(
                 n_block * cfg.BLOCK_N + i * (tile_cfg.KEYS_PER_BUFFER // tile_cfg.COPIES_PER_BUFFER)
             ) % cfg.PAGE
             start_code_tile_copy(
-                tensor_maps.K, smem_kv.k[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy, page_id, first_head,
-                page_slot, True, cfg.K_ROWS_PER_PAGE, tile_cfg,
+                tensor_maps.K, smem_kv.k[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy_in_ring, page_id,
+                first_head, page_slot, True, cfg.K_ROWS_PER_PAGE, tile_cfg,
             )  # fmt: skip
             if tile_cfg.K.SCALE_COPY_BYTES > 0:
                 start_scale_tile_copy(
-                    tensor_maps.K_SCALES, smem_kv.k_scales[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy,
-                    page_id, first_head, page_slot, True, False, tile_cfg,
+                    tensor_maps.K_SCALES, smem_kv.k_scales[i // tile_cfg.COPIES_PER_BUFFER], full_barrier,
+                    i_copy_in_ring, page_id, first_head, page_slot, True, False, tile_cfg,
                 )  # fmt: skip
             start_code_tile_copy(
-                tensor_maps.V, smem_kv.v[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy, page_id, first_head,
-                page_slot, True, cfg.V_ROWS_PER_PAGE, tile_cfg,
+                tensor_maps.V, smem_kv.v[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy_in_ring, page_id,
+                first_head, page_slot, True, cfg.V_ROWS_PER_PAGE, tile_cfg,
             )  # fmt: skip
             if tile_cfg.V.SCALE_COPY_BYTES > 0:
                 start_scale_tile_copy(
-                    tensor_maps.V_SCALES, smem_kv.v_scales[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy,
-                    page_id, first_head, page_slot, True, True, tile_cfg,
+                    tensor_maps.V_SCALES, smem_kv.v_scales[i // tile_cfg.COPIES_PER_BUFFER], full_barrier,
+                    i_copy_in_ring, page_id, first_head, page_slot, True, True, tile_cfg,
                 )  # fmt: skip
         prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, cta_range.block_end, cfg, tile_cfg)
 
@@ -160,7 +160,7 @@ def consumer(
         )
         unmasked_begin, unmasked_end = unmasked_n_block_range(request, cfg)
         step: gl.constexpr = mainloop_step_lazy_rescale if cfg.BLOCK_M > 16 else mainloop_step
-        state = init_softmax_state_by_lane(cfg, tile_cfg) if cfg.BLOCK_M > 16 else init_softmax_state(cfg, tile_cfg)
+        state = init_unreduced_softmax_state(cfg, tile_cfg)
         for n_block in range(
             request.first_n_block + work_tile.n_block_begin, request.first_n_block + work_tile.n_block_end
         ):
@@ -179,7 +179,7 @@ def consumer(
             mbarrier.arrive(empty_barriers.index(stage))
             iter += 1
         # Epilogue: output of an unsplit work tile, else a partial result.
-        state = reduce_softmax_state_over_lanes(state, cfg, tile_cfg)
+        state = reduce_softmax_state_over_lanes(equalize_int4_acc_scales(state, tile_cfg), cfg, tile_cfg)
         if tile_cfg.V.ROTATION.ENABLED:
             state = unrotate_and_scale_acc(state, smem_column_scales, cfg, tile_cfg)
         if work_tile.n_block_begin == 0:
@@ -210,7 +210,7 @@ def decode_producer_warp_kernel(
     B, T, stride_q_t, stride_q_h, stride_table_b, stride_mask_t, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
     cfg: gl.constexpr, tile_cfg: gl.constexpr,
 ):  # fmt: skip
-    """Processes one CTA range for HEADS_PER_CTA heads. See the module's docstring, and `decode_kernel`'s."""
+    """Processes one CTA range for HEADS_PER_CTA heads. See the module's docstring, and `kernel`'s."""
     i_cta = gl.program_id(0)
     i_range, num_ranges = i_cta // tile_cfg.HEAD_GROUPS, gl.num_programs(0) // tile_cfg.HEAD_GROUPS
     head_group = i_cta % tile_cfg.HEAD_GROUPS

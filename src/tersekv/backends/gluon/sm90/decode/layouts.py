@@ -16,7 +16,7 @@ from ..parts.dequant import K_BLOCK_SCALES_PTX, V_BLOCK_SCALES_PTX
 
 
 @gluon.constexpr_function
-def _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, rank):
+def _warp_bases_by_head_with_same_keys(HEADS_PER_CTA, WARPS_PER_HEAD, rank):
     """Returns the warp bases: WARPS_PER_HEAD warps with the same keys, then a KV head each, heads in the first
     dimension."""
     bases, head = [[0] * rank] * (WARPS_PER_HEAD.bit_length() - 1), 1
@@ -27,7 +27,7 @@ def _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, rank):
 
 
 @gluon.constexpr_function
-def _key_register_bases(NUM_KEYS, rank, dim):
+def _register_bases_of_keys_from_16_on(NUM_KEYS, rank, dim):
     """Returns the register bases of the keys from 16 on."""
     bases, key = [], 16
     while key < NUM_KEYS:
@@ -55,33 +55,39 @@ def k_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_WORDS):
     stretch, panels = _lane_stretch_and_panels(PACKED_WORDS)
     regs = [[0, 0, 1 << i] for i in range(stretch.bit_length() - 1)]
     regs += (
-        [[0, 8, 0]] + [[0, 0, 64 << i] for i in range(panels.bit_length() - 1)] + _key_register_bases(NUM_KEYS, 3, 1)
+        [[0, 8, 0]]
+        + [[0, 0, 64 << i] for i in range(panels.bit_length() - 1)]
+        + _register_bases_of_keys_from_16_on(NUM_KEYS, 3, 1)
     )
     lanes = [[0, 0, stretch], [0, 0, 2 * stretch], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     return gl.DistributedLinearLayout(
-        regs, lanes, _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, 3), [], [HEADS_PER_CTA, NUM_KEYS, PACKED_WORDS]
+        regs,
+        lanes,
+        _warp_bases_by_head_with_same_keys(HEADS_PER_CTA, WARPS_PER_HEAD, 3),
+        [],
+        [HEADS_PER_CTA, NUM_KEYS, PACKED_WORDS],
     )
 
 
 @gluon.constexpr_function
-def query_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, ROWS, PACKED_WORDS, PACK):
-    """Returns the layout of a query [HEADS_PER_CTA, ROWS, PACKED_WORDS * PACK columns]: lane l has row l // 4 and the
-    same columns as of its keys."""
+def query_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_ROWS, PACKED_WORDS, PACK):
+    """Returns the layout of a query [HEADS_PER_CTA, NUM_ROWS, PACKED_WORDS * PACK columns]: lane l has row l // 4 and
+    the same columns as of its keys."""
     stretch, panels = _lane_stretch_and_panels(PACKED_WORDS)
     columns = stretch * PACK
-    rows = [[0, 8 << i, 0] for i in range((ROWS // 8).bit_length() - 1)]
+    rows = [[0, 8 << i, 0] for i in range((NUM_ROWS // 8).bit_length() - 1)]
     heads = [[1 << i, 0, 0] for i in range(HEADS_PER_CTA.bit_length() - 1)]
     shared = WARPS_PER_HEAD.bit_length() - 1
     regs = [[0, 0, 1 << i] for i in range(columns.bit_length() - 1)]
     regs += [[0, 0, (4 * columns) << i] for i in range(panels.bit_length() - 1)] + rows[shared:]
     lanes = [[0, 0, columns], [0, 0, 2 * columns], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     return gl.DistributedLinearLayout(
-        regs, lanes, rows[:shared] + heads, [], [HEADS_PER_CTA, ROWS, PACKED_WORDS * PACK]
+        regs, lanes, rows[:shared] + heads, [], [HEADS_PER_CTA, NUM_ROWS, PACKED_WORDS * PACK]
     )
 
 
 @gluon.constexpr_function
-def k_block_scale_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_WORDS):
+def k_block_scale_word_of_4_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_WORDS):
     """Returns the layout [HEADS_PER_CTA, NUM_KEYS, words, parts of a word] of a key's block scales: lane l % 4 has the
     l-th part."""
     num_words = PACKED_WORDS // 16
@@ -92,9 +98,9 @@ def k_block_scale_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_WO
     }[num_words]
     lanes = lanes + [[0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
     return gl.DistributedLinearLayout(
-        [[0, 8, 0, 0], *_key_register_bases(NUM_KEYS, 4, 1)],
+        [[0, 8, 0, 0], *_register_bases_of_keys_from_16_on(NUM_KEYS, 4, 1)],
         lanes,
-        _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, 4),
+        _warp_bases_by_head_with_same_keys(HEADS_PER_CTA, WARPS_PER_HEAD, 4),
         [],
         [HEADS_PER_CTA, NUM_KEYS, num_words, 4 // num_words],
     )
@@ -105,7 +111,7 @@ def k_block_scale_broadcast_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACK
     """Returns `k_load_layout` with the packed words as [blocks, 4]."""
     blocks = PACKED_WORDS // 16  # of a lane
     regs = [[0, 0, 0, 1], [0, 0, 0, 2]] + [[0, 0, 1 << i, 0] for i in range(blocks.bit_length() - 1)]
-    regs += [[0, 8, 0, 0], *_key_register_bases(NUM_KEYS, 4, 1)]
+    regs += [[0, 8, 0, 0], *_register_bases_of_keys_from_16_on(NUM_KEYS, 4, 1)]
     lanes = [
         [0, 0, blocks, 0],
         [0, 0, 2 * blocks, 0],
@@ -116,7 +122,7 @@ def k_block_scale_broadcast_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACK
     return gl.DistributedLinearLayout(
         regs,
         lanes,
-        _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, 4),
+        _warp_bases_by_head_with_same_keys(HEADS_PER_CTA, WARPS_PER_HEAD, 4),
         [],
         [HEADS_PER_CTA, NUM_KEYS, PACKED_WORDS // 4, 4],
     )
@@ -129,13 +135,13 @@ def _v_scale_register_bases(PACKED_WORDS, rank):
 
 
 @gluon.constexpr_function
-def v_block_scale_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_WORDS):
+def v_block_scale_word_of_4_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_WORDS):
     """Returns the layout [HEADS_PER_CTA, words, 2 bytes of a half, 4 packed, NUM_KEYS] of V block scales, as the MMA
     operand needs them."""
     regs = (
         [[0, 0, 0, 0, 1], [0, 0, 0, 0, 8]]
         + _v_scale_register_bases(PACKED_WORDS, 5)
-        + _key_register_bases(NUM_KEYS, 5, 4)
+        + _register_bases_of_keys_from_16_on(NUM_KEYS, 5, 4)
     )
     lanes = [
         [0, 0, 0, 0, 2],
@@ -145,7 +151,7 @@ def v_block_scale_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_WO
         [0, 0, 1, 0, 0],
     ]
     return gl.DistributedLinearLayout(
-        regs, lanes, _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, 5), [],
+        regs, lanes, _warp_bases_by_head_with_same_keys(HEADS_PER_CTA, WARPS_PER_HEAD, 5), [],
         [HEADS_PER_CTA, PACKED_WORDS // 16, 2, 4, NUM_KEYS],
     )  # fmt: skip
 
@@ -157,13 +163,13 @@ def v_block_scale_broadcast_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACK
     regs = (
         [[0, 0, 0, 1], [0, 0, 0, 8]]
         + [[0, 2 << i, 0, 0] for i in range((PACKED_WORDS // 8).bit_length() - 1)]
-        + _key_register_bases(NUM_KEYS, 4, 3)
+        + _register_bases_of_keys_from_16_on(NUM_KEYS, 4, 3)
     )
     lanes = [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0]]
     return gl.DistributedLinearLayout(
         regs,
         lanes,
-        _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, 4),
+        _warp_bases_by_head_with_same_keys(HEADS_PER_CTA, WARPS_PER_HEAD, 4),
         [],
         [HEADS_PER_CTA, PACKED_WORDS // 4, 4, NUM_KEYS],
     )
@@ -173,9 +179,9 @@ def v_block_scale_broadcast_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACK
 
 
 @gluon.constexpr_function
-def _query_smem_copy_layout(PACKED_WORDS, ROWS, tile_cfg):
+def _query_smem_copy_layout(PACKED_WORDS, NUM_ROWS, tile_cfg):
     """Returns the layout of a query operand in shared memory: each lane has one contiguous row."""
-    return gl.BlockedLayout([1, PACKED_WORDS * ROWS // 32], [32, 1], [tile_cfg.HEADS_PER_CTA, 1], [1, 0])
+    return gl.BlockedLayout([1, PACKED_WORDS * NUM_ROWS // 32], [32, 1], [tile_cfg.HEADS_PER_CTA, 1], [1, 0])
 
 
 @gluon.jit
@@ -234,13 +240,13 @@ def sum_scores_over_head_dim_parts(s, tile_cfg: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _layout_by_head_dim_part(linear, shape, PARTS):
-    """Returns a linear layout of [heads, keys] as one of [heads / PARTS, PARTS, keys]."""
+def _linear_layout_with_heads_axis_split(linear, shape, HEAD_DIM_PARTS):
+    """Returns a linear layout of [heads, keys] as one of [heads / HEAD_DIM_PARTS, HEAD_DIM_PARTS, keys]."""
     bases = [
-        [[head // PARTS, head % PARTS, key] for head, key in found]
+        [[head // HEAD_DIM_PARTS, head % HEAD_DIM_PARTS, key] for head, key in found]
         for found in (linear.reg_bases, linear.lane_bases, linear.warp_bases)
     ]
-    return gl.DistributedLinearLayout(*bases, [], [shape[0] // PARTS, PARTS, shape[1]])
+    return gl.DistributedLinearLayout(*bases, [], [shape[0] // HEAD_DIM_PARTS, HEAD_DIM_PARTS, shape[1]])
 
 
 @gluon.jit
@@ -251,7 +257,7 @@ def load_token_scales(smem, LAYOUT: gl.constexpr, tile_cfg: gl.constexpr):
         return smem.load(LAYOUT)
     else:
         SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS]
-        L: gl.constexpr = _layout_by_head_dim_part(gl.to_linear_layout(LAYOUT, SHAPE), SHAPE, PARTS)
+        L: gl.constexpr = _linear_layout_with_heads_axis_split(gl.to_linear_layout(LAYOUT, SHAPE), SHAPE, PARTS)
         x = smem.load(gl.SliceLayout(1, L))
         x, _ = gl.broadcast(x[:, None, :], gl.full([SHAPE[0] // PARTS, PARTS, SHAPE[1]], 0, x.dtype, L))
         return gl.convert_layout(x.reshape(SHAPE), LAYOUT, assert_trivial=True)
@@ -269,7 +275,7 @@ def query_heads_of_rows(kv_heads, o_r, cfg: gl.constexpr, tile_cfg: gl.constexpr
 @gluon.jit
 def padded_column_offset_of_heads(kv_heads, IS_V: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the packed column of a copied row at which a head's own columns begin
-    (`tensor_maps._heads_per_padded_row_and_word_shift`)."""
+    (`tensor_maps._padded_heads_per_group_and_word_shift`)."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
     return kv_heads % SIDE.PADDED_HEADS * SIDE.HEAD_SHIFT
 
@@ -289,7 +295,7 @@ def zero_neighbor_head_columns_of_k(packed, tile_cfg: gl.constexpr):
 
 
 @gluon.jit
-def k_to_mma_operand(k, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def dequantized_k_to_mma_operand(k, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns K [HEADS_PER_CTA, MMA_KEYS, PACKED_K] (k_load_layout) as the left operand, columns in the order of
     `producer.rotate_to_query_operands_and_q_scales`."""
     STRETCH: gl.constexpr = min(cfg.PACKED_K, 64) // 4
@@ -304,12 +310,12 @@ def k_to_mma_operand(k, cfg: gl.constexpr, tile_cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_and_expand_k_block_scales(smem_scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def load_and_expand_k_block_scales_to_fp16(smem_scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Loads K block scales of an MMA tile [HEADS_PER_CTA, MMA_KEYS, words] as fp16 [HEADS_PER_CTA, MMA_KEYS, PACKED_K]
     in k_load_layout."""
     NUM_WORDS: gl.constexpr = cfg.PACKED_K // 16
     PARTS_PER_WORD: gl.constexpr = 4 // NUM_WORDS
-    L4: gl.constexpr = k_block_scale_load_layout(
+    L4: gl.constexpr = k_block_scale_word_of_4_load_layout(
         tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, tile_cfg.MMA_KEYS, cfg.PACKED_K
     )
     scale_words = smem_scales.load(gl.SliceLayout(3, L4))[:, :, :, None]
@@ -360,11 +366,11 @@ def load_and_expand_k_block_scales(smem_scales, cfg: gl.constexpr, tile_cfg: gl.
 
 
 @gluon.jit
-def load_and_expand_v_block_scales(smem_scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def load_and_expand_v_block_scales_to_fp16(smem_scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Loads V block scales of an MMA tile [HEADS_PER_CTA, words, MMA_KEYS] as fp16 [HEADS_PER_CTA, PACKED_V, MMA_KEYS],
     the left operand's layout."""
     NUM_WORDS: gl.constexpr = cfg.PACKED_V // 16
-    L5: gl.constexpr = v_block_scale_load_layout(
+    L5: gl.constexpr = v_block_scale_word_of_4_load_layout(
         tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, tile_cfg.MMA_KEYS, cfg.PACKED_V
     )
     L4: gl.constexpr = gl.SliceLayout(3, L5)

@@ -114,11 +114,11 @@ def allocate_smem_kv(tile_cfg: gl.constexpr):
 
 
 @gluon.jit
-def smem_codes_of_mma_tile(smem_codes, i_tile, PACKED_WORDS: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns the codes of MMA tile i_tile of the ring: [HEADS_PER_CTA, MMA_KEYS, PACKED_WORDS]. A row in shared memory
-    may hold several heads (`tensor_maps.pack_heads_into_swizzle_128b_rows`); a tile may consist of two copies
-    (`tensor_maps.make_kv_layout`)."""
-    tile = smem_codes.index(i_tile)
+def smem_codes_of_mma_tile(smem_codes, i_tile_in_ring, PACKED_WORDS: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the codes of an MMA tile, counted through all stages: [HEADS_PER_CTA, MMA_KEYS, PACKED_WORDS]. A row in
+    shared memory may hold several heads (`tensor_maps.pack_heads_into_swizzle_128b_rows`); a tile may consist of two
+    copies (`tensor_maps.make_kv_layout`)."""
+    tile = smem_codes.index(i_tile_in_ring)
     if tile_cfg.COPIES_PER_BUFFER == 2:  # [halves, panels, rows, 8, packed]
         SHAPE: gl.constexpr = [tile.shape[2], tile_cfg.MMA_KEYS, tile.shape[1] * tile.shape[4]]
         tile = tile.permute([2, 0, 3, 1, 4]).reshape(SHAPE)
@@ -133,12 +133,13 @@ def smem_codes_of_mma_tile(smem_codes, i_tile, PACKED_WORDS: gl.constexpr, tile_
 
 
 @gluon.jit
-def smem_scales_of_mma_tile(smem_scales, i_tile, IS_V: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns the stored scales of MMA tile i_tile of the ring: [HEADS_PER_CTA, MMA_KEYS], or [HEADS_PER_CTA, MMA_KEYS,
-    SCALE_WORDS]. Where the pitch of a copy exceeds its bytes, the ring has a multiple of the tiles."""
+def smem_scales_of_mma_tile(smem_scales, i_tile_in_ring, IS_V: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the stored scales of an MMA tile, counted through all stages: [HEADS_PER_CTA, MMA_KEYS], or
+    [HEADS_PER_CTA, MMA_KEYS, SCALE_WORDS]. Where the pitch of a copy exceeds its bytes, the ring has a multiple of the
+    tiles."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
     tile = smem_scales.index(
-        i_tile * (smem_scales.shape[0] // (tile_cfg.STAGES * tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS))
+        i_tile_in_ring * (smem_scales.shape[0] // (tile_cfg.STAGES * tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS))
     )
     if not SIDE.SCALE_ROWS_ARE_KEYS:
         if tile_cfg.COPIES_PER_BUFFER == 2 and SIDE.SCALE_KIND == "block":  # [halves, heads, 8, words]
@@ -219,13 +220,13 @@ def smem_copy_shape(tile_cfg, box, padding=1):
 
 @gluon.jit
 def start_code_tile_copy(
-    TENSOR_MAP, smem_codes, full_barrier, i_copy, page_id, first_head, page_slot, enabled, ROWS_PER_PAGE: gl.constexpr,
-    tile_cfg: gl.constexpr,
+    TENSOR_MAP, smem_codes, full_barrier, i_copy_in_ring, page_id, first_head, page_slot, enabled,
+    ROWS_PER_PAGE: gl.constexpr, tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Copies the codes of a buffer's keys, or of half of them, from one page; tiles of 16 keys in shared memory."""
     SMEM_SHAPE: gl.constexpr = smem_copy_shape(tile_cfg, TENSOR_MAP.block_shape)
     KEYS_PER_COPY: gl.constexpr = tile_cfg.MMA_KEYS // tile_cfg.COPIES_PER_BUFFER
-    smem = reinterpret(smem_codes, smem_codes.dtype, SMEM_SHAPE, TENSOR_MAP.layout).index(i_copy)
+    smem = reinterpret(smem_codes, smem_codes.dtype, SMEM_SHAPE, TENSOR_MAP.layout).index(i_copy_in_ring)
     if ROWS_PER_PAGE == 0:
         coords = [
             page_id,
@@ -234,7 +235,7 @@ def start_code_tile_copy(
             0,
             0,
         ]  # a row may hold several heads (`pack_heads_into_swizzle_128b_rows`)
-    elif len(SMEM_SHAPE) == 6:  # heads in groups (`tensor_maps._heads_per_padded_row_and_word_shift`)
+    elif len(SMEM_SHAPE) == 6:  # heads in groups (`tensor_maps._padded_heads_per_group_and_word_shift`)
         coords = [(page_id * ROWS_PER_PAGE + page_slot) // KEYS_PER_COPY, first_head // SMEM_SHAPE[-3], 0, 0, 0]
     else:
         coords = [
@@ -246,7 +247,7 @@ def start_code_tile_copy(
 
 @gluon.jit
 def start_scale_tile_copy(
-    TENSOR_MAP, smem_scales, full_barrier, i_copy, page_id, first_head, page_slot, enabled, IS_V: gl.constexpr,
+    TENSOR_MAP, smem_scales, full_barrier, i_copy_in_ring, page_id, first_head, page_slot, enabled, IS_V: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Copies their stored scales. 16 scales of one head are 64 bytes and fill half of their 128-byte pitch."""
@@ -258,7 +259,7 @@ def start_scale_tile_copy(
     KEYS_PER_COPY: gl.constexpr = tile_cfg.MMA_KEYS // tile_cfg.COPIES_PER_BUFFER
     if SIDE.SCALE_KIND == "token_head":
         first_head = first_head // tile_cfg.HEAD_DIM_PARTS
-    smem = reinterpret(smem_scales, smem_scales.dtype, SMEM_SHAPE, TENSOR_MAP.layout).index(i_copy)
+    smem = reinterpret(smem_scales, smem_scales.dtype, SMEM_SHAPE, TENSOR_MAP.layout).index(i_copy_in_ring)
     if SIDE.SCALE_SMEM_PITCH > SIDE.SCALE_COPY_BYTES:
         smem = smem.slice(0, NUM_TILES)
     if SIDE.SCALE_ROWS_PER_PAGE == 0:
@@ -292,28 +293,31 @@ def start_kv_block_copies(
             full_barriers[len(full_barriers) - 1].index(stage), NUM_COPIES * tile_cfg.V.SCALE_COPY_BYTES, enabled
         )
     for i in gl.static_range(NUM_COPIES):
-        page_id, i_copy = prefetch_pos.page_ids[i], stage * tile_cfg.COPIES_PER_BUFFER + i % tile_cfg.COPIES_PER_BUFFER
+        page_id, i_copy_in_ring = (
+            prefetch_pos.page_ids[i],
+            stage * tile_cfg.COPIES_PER_BUFFER + i % tile_cfg.COPIES_PER_BUFFER,
+        )
         page_slot = (n_block * cfg.BLOCK_N + i * (tile_cfg.KEYS_PER_BUFFER // tile_cfg.COPIES_PER_BUFFER)) % cfg.PAGE
         k, k_scales = smem_kv.k[i // tile_cfg.COPIES_PER_BUFFER], smem_kv.k_scales[i // tile_cfg.COPIES_PER_BUFFER]
         v, v_scales = smem_kv.v[i // tile_cfg.COPIES_PER_BUFFER], smem_kv.v_scales[i // tile_cfg.COPIES_PER_BUFFER]
         start_code_tile_copy(
-            tensor_maps.K, k, full_barriers[0].index(stage), i_copy, page_id, first_head, page_slot, enabled,
+            tensor_maps.K, k, full_barriers[0].index(stage), i_copy_in_ring, page_id, first_head, page_slot, enabled,
             cfg.K_ROWS_PER_PAGE, tile_cfg,
         )  # fmt: skip
         start_code_tile_copy(
-            tensor_maps.V, v, full_barriers[1].index(stage), i_copy, page_id, first_head, page_slot, enabled,
+            tensor_maps.V, v, full_barriers[1].index(stage), i_copy_in_ring, page_id, first_head, page_slot, enabled,
             cfg.V_ROWS_PER_PAGE, tile_cfg,
         )  # fmt: skip
         if tile_cfg.K.SCALE_COPY_BYTES > 0:
             start_scale_tile_copy(
-                tensor_maps.K_SCALES, k_scales, full_barriers[2].index(stage), i_copy, page_id, first_head, page_slot,
-                enabled, False, tile_cfg,
+                tensor_maps.K_SCALES, k_scales, full_barriers[2].index(stage), i_copy_in_ring, page_id, first_head,
+                page_slot, enabled, False, tile_cfg,
             )  # fmt: skip
         if tile_cfg.V.SCALE_COPY_BYTES > 0:
             full_barrier = full_barriers[len(full_barriers) - 1].index(stage)
             start_scale_tile_copy(
-                tensor_maps.V_SCALES, v_scales, full_barrier, i_copy, page_id, first_head, page_slot, enabled, True,
-                tile_cfg,
+                tensor_maps.V_SCALES, v_scales, full_barrier, i_copy_in_ring, page_id, first_head, page_slot, enabled,
+                True, tile_cfg,
             )  # fmt: skip
 
 
@@ -353,13 +357,13 @@ def query_row_ptrs(Q, strides, q_begin, kv_heads, o_r, cfg: gl.constexpr, tile_c
 @gluon.jit
 def prefetch_query_at_tile_begin_and_count(tensors, strides, smem_prefetched_q, num_prefetched_q, prefetch_pos,
 block_end, first_head,
-                   IS_FIRST: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
+                   IS_FIRST_OF_RANGE: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
     """Starts the copy of the query at prefetch_pos, if its n_block is the first of the CTA range or of a work tile.
 
     Returns the number of queries prefetched so far.
     """
     Q, CU_SEQLENS_Q = tensors.Q, tensors.CU_SEQLENS_Q
-    if (prefetch_pos.block < block_end) & (IS_FIRST | (prefetch_pos.n_block == 0)):
+    if (prefetch_pos.block < block_end) & (IS_FIRST_OF_RANGE | (prefetch_pos.n_block == 0)):
         L: gl.constexpr = _query_cp_async_layout(tile_cfg, cfg, Q.dtype.element_ty.primitive_bitwidth // 8)
         h = first_head + gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
         o_r = (

@@ -6,8 +6,8 @@ all keys (N) with wgmma, and waits only where the converted ring is empty. Item 
 n_block, item 2 k + 1 its V. Columns in shared memory keep the order of the conversion
 (`head_column_of_converted_column`).
 
-Mask: `lazy_softmax_step_with_p_sums`. Free stage: `producer_acquire` in `converter`. Rescale: lazy, `rescale_acc`.
-Combine: `combine_kernel`, in a second launch.
+Mask: `lazy_softmax_step_with_p_sums`. Free stage: `producer_acquire` in `converter`. Rescale: lazy,
+`rescale_acc_unless_all_ones`. Combine: `combine_kernel`, in a second launch.
 """
 
 from typing import NamedTuple
@@ -51,7 +51,7 @@ from ..parts.online_softmax import (
     SoftmaxState,
     apply_softcap_to_log2_scores,
     pack_p_16bit,
-    rescale_ptx_and_constraints,
+    rescale_unless_all_ones_ptx_and_constraints,
     row_sums_by_lane,
     split_columns,
     unpack_p_16bit,
@@ -273,7 +273,7 @@ def wait_and_load_packed_block(smem_codes, full_barriers, iter, enabled, cfg: gl
 
 
 @gluon.jit
-def expand_block_scales(scale_bytes, PACKED_WORDS: gl.constexpr, tile_cfg: gl.constexpr):
+def expand_e4m3_block_scales_to_fp16(scale_bytes, PACKED_WORDS: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, PACKED_WORDS], in the layout of the
     codes."""
     L3: gl.constexpr = block_scale_broadcast_layout(PACKED_WORDS, tile_cfg)
@@ -297,7 +297,9 @@ def convert_block_to_fp16(packed, block_scales_or_zero_points, cfg: gl.constexpr
         if cfg.PACK == 4:
             if cfg.BLOCK_SCALES:
                 halves = dequant_e2m1_to_4_operands(
-                    packed[j], expand_block_scales(block_scales_or_zero_points[j], PACKED_WORDS, tile_cfg), True
+                    packed[j],
+                    expand_e4m3_block_scales_to_fp16(block_scales_or_zero_points[j], PACKED_WORDS, tile_cfg),
+                    True,
                 )
             else:
                 gl.static_assert(cfg.CODE == "int4", "a code that this kernel does not know")
@@ -570,12 +572,16 @@ def lazy_softmax_step_with_p_sums(
     )  # fmt: skip
 
 
-RESCALE_64_COLUMNS, RESCALE_64_COLUMNS_CONSTRAINTS = map(gl.constexpr, rescale_ptx_and_constraints(64 // 2))
-RESCALE_128_COLUMNS, RESCALE_128_COLUMNS_CONSTRAINTS = map(gl.constexpr, rescale_ptx_and_constraints(128 // 2))
+RESCALE_64_COLUMNS, RESCALE_64_COLUMNS_CONSTRAINTS = map(
+    gl.constexpr, rescale_unless_all_ones_ptx_and_constraints(64 // 2)
+)
+RESCALE_128_COLUMNS, RESCALE_128_COLUMNS_CONSTRAINTS = map(
+    gl.constexpr, rescale_unless_all_ones_ptx_and_constraints(128 // 2)
+)
 
 
 @gluon.jit
-def rescale_acc(acc_o, rescale):
+def rescale_acc_unless_all_ones(acc_o, rescale):
     """Returns the accumulator times each row's rescale; a warp skips it where all are 1, as they mostly are."""
     x = view_by_lane(acc_o)
     scales, x = gl.broadcast(broadcast_by_lane(rescale, x), x)
@@ -613,7 +619,7 @@ def mainloop(
         row_sum = row_sum * rescale + p_sums
         # Rescale and PV.
         acc_o = wait_v_and_start_pv(
-            p.to(gl.float16), rescale_acc(acc_o, rescale), converted_stages, iter, cfg, tile_cfg
+            p.to(gl.float16), rescale_acc_unless_all_ones(acc_o, rescale), converted_stages, iter, cfg, tile_cfg
         )
         acc_o = warpgroup_mma_wait(0, [acc_o])
         consumer_release(converted_stages.empty_barriers, 2 * iter + 1, tile_cfg.CONVERTED_STAGES)
@@ -661,7 +667,7 @@ def mainloop_overlapped(
         # Wait for PV, then rescale.
         acc_o = warpgroup_mma_wait(0, [acc_o])
         consumer_release(converted_stages.empty_barriers, 2 * iter + 1, tile_cfg.CONVERTED_STAGES)
-        acc_o = rescale_acc(acc_o, rescale)
+        acc_o = rescale_acc_unless_all_ones(acc_o, rescale)
         iter += 1
     acc_o = warpgroup_mma_wait(
         0, [wait_v_and_start_pv(unpack_p_16bit(p_packed, gl.float16, A), acc_o, converted_stages, iter, cfg, tile_cfg)]
@@ -757,7 +763,7 @@ def decode_rows_64_kernel(
     B, T, stride_q_t, stride_q_h, stride_table_b, stride_mask_t, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
     cfg: gl.constexpr, tile_cfg: gl.constexpr,
 ):  # fmt: skip
-    """Processes one CTA range for a KV head. See the module's docstring, and `decode_kernel`'s."""
+    """Processes one CTA range for a KV head. See the module's docstring, and `kernel`'s."""
     gl.static_assert((cfg.CODE == "e2m1") == cfg.BLOCK_SCALES, "a code that this kernel does not know")
     i_cta = gl.program_id(0)
     i_range, num_ranges, kv_head = (

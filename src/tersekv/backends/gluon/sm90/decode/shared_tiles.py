@@ -9,8 +9,8 @@ Heads of at most 128 columns go by `rows_64`. It cannot take 256: a thread's 255
 beside the accumulator (128) and two tiles of scores (64), and shared memory, 227 KB, does not hold that of 128 rows (64
 KB) beside four fp16 tiles (128 KB) and two stages of codes (64 KB). Here are two tiles, and no overlapped QK.
 
-Mask: `softmax_step`. Free stage: the second barrier in `mainloop`. Rescale and PV: `mainloop`; P stays in registers,
-only K and V are in shared memory. Combine: `combine_kernel`.
+Mask: `softmax_to_row_max_row_sum_p_and_rescale`. Free stage: the second barrier in `mainloop`. Rescale
+and PV: `mainloop`; P stays in registers, only K and V are in shared memory. Combine: `combine_kernel`.
 """
 
 from typing import NamedTuple
@@ -100,7 +100,7 @@ def block_scale_layout(PACKED_WORDS, tile_cfg):
 
 
 @gluon.jit
-def allocate_smem_operands(cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def allocate_smem_fp16_qkv_and_scales(cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Allocates (q, k, v, scales): fp16 operands, and the stored scales of an n_block as `mainloop` stores them."""
     D: gl.constexpr = cfg.PACK * cfg.PACKED_K
     DV: gl.constexpr = cfg.PACK * cfg.PACKED_V
@@ -157,7 +157,7 @@ def store_query_to_smem_and_return_q_scales(
 
 
 @gluon.jit
-def page_slot_and_validity_of_keys(
+def page_id_slot_in_page_and_mask_of_keys(
     page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, LAYOUT: gl.constexpr, cfg: gl.constexpr
 ):
     """Returns (page, slot, is valid) of an n_block's keys."""
@@ -173,12 +173,12 @@ def page_slot_and_validity_of_keys(
 
 @gluon.jit
 def load_stored_k_or_v_scales(
-    SCALES, page_slots, kv_head, IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
+    SCALES, page_id_slot_and_mask, kv_head, IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Loads the stored scales of an n_block's K or V: [BLOCK_N] fp32, or [BLOCK_N, blocks] bytes."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
     PACKED_WORDS: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
-    page_id, page_slot, m_key = page_slots
+    page_id, page_slot, m_key = page_id_slot_and_mask
     if cfg.INT64_OFFSETS:
         page_slot, kv_head = page_slot.to(gl.int64), kv_head.to(gl.int64)
     o_scales = page_id * SIDE.SCALE_STRIDES[0] + page_slot * SIDE.SCALE_STRIDES[1] + kv_head * SIDE.SCALE_STRIDES[2]
@@ -202,22 +202,22 @@ def load_stored_k_and_v_scales(
         return (
             load_stored_k_or_v_scales(
                 tensor_maps.K_SCALES,
-                page_slot_and_validity_of_keys(page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, K,
+                page_id_slot_in_page_and_mask_of_keys(page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, K,
                 cfg), kv_head, False, cfg, tile_cfg,
             ),
             load_stored_k_or_v_scales(
                 tensor_maps.V_SCALES,
-                page_slot_and_validity_of_keys(page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, V,
+                page_id_slot_in_page_and_mask_of_keys(page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, V,
                 cfg), kv_head, True, cfg, tile_cfg,
             ),
         )  # fmt: skip
     elif cfg.TOKEN_SCALES:
-        page_slots = page_slot_and_validity_of_keys(
+        page_id_slot_and_mask = page_id_slot_in_page_and_mask_of_keys(
             page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, token_scale_layout(tile_cfg), cfg
         )
         return load_stored_k_or_v_scales(
-            tensor_maps.K_SCALES, page_slots, kv_head, False, cfg, tile_cfg
-        ), load_stored_k_or_v_scales(tensor_maps.V_SCALES, page_slots, kv_head, True, cfg, tile_cfg)
+            tensor_maps.K_SCALES, page_id_slot_and_mask, kv_head, False, cfg, tile_cfg
+        ), load_stored_k_or_v_scales(tensor_maps.V_SCALES, page_id_slot_and_mask, kv_head, True, cfg, tile_cfg)
     else:
         return n_block, n_block
 
@@ -226,7 +226,9 @@ def load_stored_k_and_v_scales(
 
 
 @gluon.jit
-def load_and_expand_block_scales(smem_scales, PACKED_WORDS: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def load_and_expand_block_scales_to_fp16(
+    smem_scales, PACKED_WORDS: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
+):
     """Loads block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, PACKED_WORDS], in the layout of the
     codes."""
     L4: gl.constexpr = block_scale_broadcast_layout(PACKED_WORDS, cfg, tile_cfg)
@@ -272,7 +274,7 @@ MASKED: gl.constexpr,
         if MASKED:
             packed = gl.where(valid, packed, 0)
         if cfg.BLOCK_SCALES:
-            block_scales = load_and_expand_block_scales(
+            block_scales = load_and_expand_block_scales_to_fp16(
                 smem_block_scales[1 if IS_V else 0].slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER),
                 PACKED_WORDS,
                 cfg, tile_cfg,
@@ -294,7 +296,7 @@ MASKED: gl.constexpr,
 
 
 @gluon.jit
-def softmax_step(
+def softmax_to_row_max_row_sum_p_and_rescale(
     s, row_max, row_sum, score_scales, softcap, smem_scales, n_block, mask_args, MASKED: gl.constexpr,
     cfg: gl.constexpr, tile_cfg: gl.constexpr,
 ):  # fmt: skip
@@ -326,7 +328,7 @@ def softmax_step(
 @gluon.jit
 def mainloop(
     score_scales, softcap, prefetch_pos, iter, full_barriers, smem_kv, tensor_maps, page_lookup, smem_operands,
-    i_request, first_head, n_block_begin, n_block_end, unmasked_begin, unmasked_end, mask_args, block_end,
+    i_request, kv_head, n_block_begin, n_block_end, unmasked_begin, unmasked_end, mask_args, block_end,
     cfg: gl.constexpr, tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Processes n_blocks [n_block_begin, n_block_end) of a work tile. Returns (SoftmaxState, prefetch position, next
@@ -339,7 +341,7 @@ def mainloop(
     row_sum = gl.full([cfg.BLOCK_M], 0, gl.float32, gl.SliceLayout(1, ACC_S))
     acc_o = gl.full([cfg.BLOCK_M, cfg.PACK * cfg.PACKED_V], 0, gl.float32, O)
     scales = load_stored_k_and_v_scales(
-        tensor_maps, page_lookup, i_request, first_head, n_block_begin, num_keys, num_q_rows, True, cfg, tile_cfg
+        tensor_maps, page_lookup, i_request, kv_head, n_block_begin, num_keys, num_q_rows, True, cfg, tile_cfg
     )
     if cfg.BLOCK_SCALES:
         smem_scales[0].store(scales[0])
@@ -370,7 +372,7 @@ def mainloop(
         zero = gl.full([cfg.BLOCK_M, cfg.BLOCK_N], 0, gl.float32, ACC_S)
         s = warpgroup_mma(q, smem_k.permute([1, 0]), zero, use_acc=False, is_async=True)
         scales = load_stored_k_and_v_scales(
-            tensor_maps, page_lookup, i_request, first_head, n_block + 1, num_keys, num_q_rows,
+            tensor_maps, page_lookup, i_request, kv_head, n_block + 1, num_keys, num_q_rows,
             n_block + 1 < n_block_end, cfg, tile_cfg,
         )  # fmt: skip
         # Dequantize V, while QK runs.
@@ -387,11 +389,11 @@ def mainloop(
         # Mask and online softmax.
         s = warpgroup_mma_wait(0, [s])
         if is_unmasked:
-            row_max, row_sum, p, rescale = softmax_step(
+            row_max, row_sum, p, rescale = softmax_to_row_max_row_sum_p_and_rescale(
                 s, row_max, row_sum, score_scales, softcap, smem_scales, n_block, mask_args, False, cfg, tile_cfg
             )
         else:
-            row_max, row_sum, p, rescale = softmax_step(
+            row_max, row_sum, p, rescale = softmax_to_row_max_row_sum_p_and_rescale(
                 s, row_max, row_sum, score_scales, softcap, smem_scales, n_block, mask_args, True, cfg, tile_cfg
             )
         # Rescale and PV.
@@ -404,7 +406,7 @@ def mainloop(
         acc_o = warpgroup_mma(p_operand, smem_v, acc_o, is_async=True)
         # Refill the stage; dequantize the next K, while PV runs.
         start_kv_block_copies(
-            prefetch_pos, iter + tile_cfg.STAGES, full_barriers, tensor_maps, smem_kv, first_head, block_end, cfg,
+            prefetch_pos, iter + tile_cfg.STAGES, full_barriers, tensor_maps, smem_kv, kv_head, block_end, cfg,
             tile_cfg,
         )  # fmt: skip
         prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg, tile_cfg)

@@ -11,9 +11,9 @@ from ..parts.combine import num_splits_of_tile, store_split_metadata
 from ..parts.dequant import load_scale
 from ..parts.online_softmax import LOG2E
 from ..parts.tile_scheduler import (
-    find_cta_range_bounds_and_blocks_per_range,
-    find_cta_range_bounds_blocks_per_range_and_request,
     find_request_and_base_of_block,
+    rounded_or_unsplit_bounds_blocks_per_range,
+    rounded_or_unsplit_cta_range_and_request,
 )
 
 
@@ -114,7 +114,7 @@ def load_call_scales(softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale
 
 @gluon.constexpr_function
 def fits_all_requests(cfg):
-    """Whether BLOCK_B holds all requests: then lengths are loaded early (`load_block_counts_of_all_requests`)."""
+    """Whether BLOCK_B holds all requests: then lengths are loaded early (`load_n_and_m_block_counts_of_requests`)."""
     return cfg.BLOCK_B < 1024 and not cfg.UNSPLIT
 
 
@@ -122,13 +122,13 @@ def fits_all_requests(cfg):
 def make_cta_range(
     SEQ_LENS, CU_SEQLENS_Q, B, block_counts_of_all_requests, i_range, num_ranges, max_m_blocks, i_cta, cfg: gl.constexpr
 ):
-    """Returns this CTA's CtaRange. The block counts are `load_block_counts_of_all_requests`', if BLOCK_B holds all."""
+    """Returns this CTA's CtaRange. The counts are `load_n_and_m_block_counts_of_requests`', if BLOCK_B holds all."""
     if fits_all_requests(cfg):
-        block_begin, block_end, blocks_per_range, i_request, n_block_base = (
-            find_cta_range_bounds_blocks_per_range_and_request(block_counts_of_all_requests, i_range, num_ranges, cfg)
+        block_begin, block_end, blocks_per_range, i_request, n_block_base = rounded_or_unsplit_cta_range_and_request(
+            block_counts_of_all_requests, i_range, num_ranges, cfg
         )
     else:
-        block_begin, block_end, blocks_per_range = find_cta_range_bounds_and_blocks_per_range(
+        block_begin, block_end, blocks_per_range = rounded_or_unsplit_bounds_blocks_per_range(
             SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg
         )
         i_request, n_block_base = find_request_and_base_of_block(

@@ -35,7 +35,7 @@ from ..parts.epilogue import (
     token_and_head_of_q_rows,
 )
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
-from ..parts.tile_scheduler import find_work_tile_at_block, load_block_counts_of_all_requests
+from ..parts.tile_scheduler import find_work_tile_at_block, load_n_and_m_block_counts_of_requests
 from .gather import CacheRows, copy_arrivals, fence_copies
 from .params import (
     AttentionTensors,
@@ -724,7 +724,7 @@ def mla_decode_small_m_kernel(
     page_lookup = PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b, oob_row, scale_rows_per_page)
     block_counts = ()
     if fits_all_requests(cfg):
-        block_counts = load_block_counts_of_all_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg, not IS_FP8)
+        block_counts = load_n_and_m_block_counts_of_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg, not IS_FP8)
     if cfg.VARLEN_Q:
         padding_begin = gl.load(CU_SEQLENS_Q + B).to(gl.int32)  # arrives with the lengths
     # Shared memory and barriers.

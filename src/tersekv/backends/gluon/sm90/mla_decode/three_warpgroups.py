@@ -29,7 +29,7 @@ from ..parts.combine import split_metadata_ptr
 from ..parts.epilogue import cast_output, compute_acc_scale_and_lse, store_empty_output_of_padding_rows
 from ..parts.online_softmax import LAZY_ROW_MAX_PTX, split_columns
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_wait, sync_and_arrive
-from ..parts.tile_scheduler import find_work_tile_at_block, load_block_counts_of_all_requests
+from ..parts.tile_scheduler import find_work_tile_at_block, load_n_and_m_block_counts_of_requests
 from .gather import CacheRows, copy_arrivals, fence_copies, wait_copies
 from .params import (
     AttentionTensors,
@@ -825,7 +825,7 @@ def mla_decode_three_warpgroups_kernel(
         padding_begin = gl.load(CU_SEQLENS_Q + B).to(gl.int32)  # arrives with the lengths
     BY_WARP: gl.constexpr = not cfg.GROUP_SCALES  # with group scales, registers are scarce
     block_counts = (
-        load_block_counts_of_all_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg, BY_WARP) if fits_all_requests(cfg) else ()
+        load_n_and_m_block_counts_of_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg, BY_WARP) if fits_all_requests(cfg) else ()
     )
     # Shared memory and barriers.
     E4M3: gl.constexpr = gl.float8e4nv

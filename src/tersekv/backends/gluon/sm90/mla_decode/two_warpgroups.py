@@ -32,9 +32,9 @@ from ..parts.epilogue import (
     store_empty_output_of_padding_rows,
     token_and_head_of_q_rows,
 )
-from ..parts.online_softmax import rescale_ptx_and_constraints
+from ..parts.online_softmax import rescale_unless_all_ones_ptx_and_constraints
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
-from ..parts.tile_scheduler import find_work_tile_at_block, load_block_counts_of_all_requests
+from ..parts.tile_scheduler import find_work_tile_at_block, load_n_and_m_block_counts_of_requests
 from .gather import CacheRows, copy_arrivals, fence_copies, load_rows, signal_copies, start_copy_of_gathered_rows
 from .params import (
     AttentionTensors,
@@ -320,7 +320,7 @@ def mask_and_lazy_softmax_p_and_row_max(s, row_max, score_scale, n_block, work_t
 # Rescale and PV.
 
 RESCALE_PTX, RESCALE_CONSTRAINTS = map(
-    gl.constexpr, rescale_ptx_and_constraints(GROUPS_PER_WARPGROUP.value * GROUP_COLUMNS.value // 2)
+    gl.constexpr, rescale_unless_all_ones_ptx_and_constraints(GROUPS_PER_WARPGROUP.value * GROUP_COLUMNS.value // 2)
 )
 
 
@@ -646,7 +646,7 @@ def mla_decode_two_warpgroups_kernel(
     if cfg.VARLEN_Q:
         padding_begin = gl.load(CU_SEQLENS_Q + B).to(gl.int32)  # arrives with the lengths
     block_counts = (
-        load_block_counts_of_all_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg, True) if fits_all_requests(cfg) else ()
+        load_n_and_m_block_counts_of_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg, True) if fits_all_requests(cfg) else ()
     )
     # Shared memory and barriers.
     DTYPE: gl.constexpr = CKV_MAP.dtype

@@ -28,7 +28,7 @@ from ....host.bind import KernelLaunch, TensorArg, TensorMapArg, stride_args, te
 from ....triton.mla_prefill.attention import lse_tensor_and_strides
 from ....triton.mla_prefill.gather_latents import chunk_offset_args
 from ...versions import thread_barrier, tma_load
-from ..parts.online_softmax import pack_p_16bit, row_sums_by_lane, softmax_step, unpack_p_16bit
+from ..parts.online_softmax import pack_p_16bit, row_sums_by_lane, softmax_to_p_row_max_and_rescale, unpack_p_16bit
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_launch_dependents, pdl_wait
 from ..parts.tensor_maps import tensor_map_arg
 from .tile_scheduler import (
@@ -199,7 +199,7 @@ def mainloop_step(
     # the exponentials; the one below keeps them before the wait for PV, which they overlap.
     mbarrier.wait(v_full.index(prev_stage), ((kv_iter - 1) // STAGES) & 1)
     # Mask and online softmax
-    p, row_max, rescale = softmax_step(s, row_max, last_key, score_scale, MASKED)
+    p, row_max, rescale = softmax_to_p_row_max_and_rescale(s, row_max, last_key, score_scale, MASKED)
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + row_sums_by_lane(
         p
     )
@@ -315,7 +315,7 @@ def consumer(
         mbarrier.arrive(q_empty.index(I_CONSUMER), count=1, pred=tile_info.num_n_blocks == 1)
         acc_o, row_max = init_acc_and_max(S, O, DV)
         last_key = gl.minimum(o_m + tile_info.causal_limit, tile_info.num_keys - 1)  # last visible key of a row
-        p, row_max, _ = softmax_step(s, row_max, last_key - n_start, score_scale, True)
+        p, row_max, _ = softmax_to_p_row_max_and_rescale(s, row_max, last_key - n_start, score_scale, True)
         row_sum = row_sums_by_lane(p)
         p_packed = pack_p_16bit(p, v_s.dtype)
         kv_iter += 1
@@ -370,7 +370,7 @@ def consumer(
                 STORE_LSE,
             )  # fmt: skip
             acc_o, row_max = init_acc_and_max(S, O, DV)
-            p, row_max, _ = softmax_step(s, row_max, last_key - n_start, score_scale, True)
+            p, row_max, _ = softmax_to_p_row_max_and_rescale(s, row_max, last_key - n_start, score_scale, True)
             row_sum = row_sums_by_lane(p)
             p_packed = pack_p_16bit(p, v_s.dtype)
             mbarrier.wait(v_full.index(stage), (kv_iter // STAGES) & 1, pred=has_next_tile)

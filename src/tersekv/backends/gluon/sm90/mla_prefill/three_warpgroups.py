@@ -27,7 +27,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ....host.bind import KernelLaunch, TensorArg
 from ...versions import thread_barrier, tma_load
-from ..parts.online_softmax import pack_p_16bit, row_sums_by_lane, softmax_step, split_columns, unpack_p_16bit
+from ..parts.online_softmax import (
+    pack_p_16bit,
+    row_sums_by_lane,
+    softmax_to_p_row_max_and_rescale,
+    split_columns,
+    unpack_p_16bit,
+)
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_launch_dependents, pdl_wait
 from ..parts.tensor_maps import tensor_map_arg
 from .attention import (
@@ -215,7 +221,7 @@ def qk_softmax_pv_step(
     if MASK_AND_UPDATE_MAX:
         M: gl.constexpr = row_max.type.layout
         SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, SCORE_LAYOUT)
-        p, row_max, rescale = softmax_step(
+        p, row_max, rescale = softmax_to_p_row_max_and_rescale(
             s, gl.convert_layout(row_max, SCORE_ROWS), gl.convert_layout(last_key, SCORE_ROWS), score_scale, True
         )
         row_max, rescale = gl.convert_layout(row_max, M), gl.convert_layout(rescale, M)

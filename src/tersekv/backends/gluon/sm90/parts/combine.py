@@ -21,11 +21,11 @@ def split_metadata_ptr(SPLIT_WORKSPACE, num_ctas, cfg: gl.constexpr):
 
 
 @gluon.jit
-def num_splits_of_tile(work_tile, blocks_per_range, i_range):
-    """Returns the number of splits of a work tile that begins in CTA range i_range."""
+def num_splits_of_tile(work_tile, blocks_per_range, tile_first_range):
+    """Returns the number of splits of a work tile that begins in CTA range tile_first_range."""
     return (
         (work_tile.n_block_base + (work_tile.m_block + 1) * work_tile.num_n_blocks - 1) // blocks_per_range
-        - i_range
+        - tile_first_range
         + 1
     )
 

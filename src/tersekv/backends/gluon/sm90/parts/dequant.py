@@ -272,9 +272,9 @@ def load_scale(host_scale, DEVICE_SCALE, HAS_DEVICE_SCALE: gl.constexpr):
 
 
 @gluon.jit
-def load_scale_per_head(host_scale, DEVICE_SCALE, heads, HAS_DEVICE_SCALE: gl.constexpr, STRIDE: gl.constexpr):
+def load_scale_per_head(host_scale, DEVICE_SCALE, kv_heads, HAS_DEVICE_SCALE: gl.constexpr, STRIDE: gl.constexpr):
     """Loads a scale of each KV head: from the device tensor if there is one, else the host's float."""
     if HAS_DEVICE_SCALE:
-        return gl.load(DEVICE_SCALE + heads * STRIDE)
+        return gl.load(DEVICE_SCALE + kv_heads * STRIDE)
     else:
-        return heads * 0 + host_scale
+        return kv_heads * 0 + host_scale

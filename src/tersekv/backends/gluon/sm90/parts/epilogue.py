@@ -16,17 +16,17 @@ def cast_output(x, OUT, cfg: gl.constexpr):
 
 @gluon.jit
 def compute_acc_scale_and_lse(
-    row_max, row_sum, v_scale, SINKS, heads, m_row, cfg: gl.constexpr, LSE_OF_KEYS: gl.constexpr = False
+    row_max, row_sum, v_scale, SINKS, q_heads, m_row, cfg: gl.constexpr, LSE_OF_KEYS: gl.constexpr = False
 ):
     """Returns (acc_scale, LSE in natural log) of rows with a base-2 row_max and row_sum, and with the sinks of query
-    heads, if any: each is one more score, of a value 0. LSE_OF_KEYS: the LSE leaves them out."""
+    q_heads, if any: each is one more score, of a value 0. LSE_OF_KEYS: the LSE leaves them out."""
     not_empty = row_sum != 0  # true for NaN
     safe_max = gl.where(not_empty, row_max, 0.0)
     denominator = row_sum
     if LSE_OF_KEYS:
         lse = gl.where(not_empty, (safe_max + gl.log2(gl.where(not_empty, row_sum, 1.0))) * LN2, float("-inf"))
     if cfg.HAS_SINKS:
-        sink = gl.load(SINKS + heads, mask=m_row, other=0.0) * LOG2E
+        sink = gl.load(SINKS + q_heads, mask=m_row, other=0.0) * LOG2E
         max_with_sink = gl.maximum(safe_max, sink)  # a sink far above every score would overflow against `safe_max`
         rescale = gl.exp2(safe_max - max_with_sink)
         # A sink of +inf takes all; inf − inf would be NaN.

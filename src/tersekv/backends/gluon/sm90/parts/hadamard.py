@@ -123,7 +123,7 @@ def blockwise_hadamard_unnormalized_unpacked(
 
 
 @gluon.jit
-def load_signs_times_channel_scales(
+def load_signs_over_sqrt_times_channel_scales(
     SIGNS, CHANNEL_SCALES, kv_heads, o_d, D: gl.constexpr, rotation: gl.constexpr,
     INVERT_CHANNEL_SCALES: gl.constexpr = False,
 ):  # fmt: skip
@@ -168,26 +168,29 @@ def allocate_smem_column_scales(placeholder, cfg: gl.constexpr, tile_cfg: gl.con
     if tile_cfg.K.ROTATION.ENABLED:
         k = gl.allocate_shared_memory(gl.float32, [1, tile_cfg.HEADS_PER_CTA, cfg.D], UNSWIZZLED)
     if tile_cfg.V.ROTATION.ENABLED:
-        NUM_TILES: gl.constexpr = 1 if tile_cfg.LARGE_M else tile_cfg.V.PACK
-        v = gl.allocate_shared_memory(gl.float32, [NUM_TILES, tile_cfg.HEADS_PER_CTA, cfg.DV // NUM_TILES], UNSWIZZLED)
+        NUM_PACKED_TILES: gl.constexpr = 1 if tile_cfg.LARGE_M else tile_cfg.V.PACK
+        v = gl.allocate_shared_memory(
+            gl.float32, [NUM_PACKED_TILES, tile_cfg.HEADS_PER_CTA, cfg.DV // NUM_PACKED_TILES], UNSWIZZLED
+        )
     return SmemColumnScales(k, v)
 
 
 @gluon.jit
-def _load_column_scales_of_k_or_v(
-    tensors, first_head, NUM_TILES: gl.constexpr, D: gl.constexpr, rotation: gl.constexpr, cfg: gl.constexpr,
-    tile_cfg: gl.constexpr,
+def _load_packed_column_scales_of_k_or_v(
+    SIGNS, CHANNEL_SCALES, first_head, NUM_PACKED_TILES: gl.constexpr, D: gl.constexpr, rotation: gl.constexpr,
+    cfg: gl.constexpr, tile_cfg: gl.constexpr,
 ):  # fmt: skip
-    """Loads scales of K or V, for each of NUM_TILES tiles [heads, columns]; tensors: signs and channel scales."""
+    """Loads scales of K or V, for each of NUM_PACKED_TILES tiles [heads, columns]."""
     L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, gl.num_warps()], [1, 0])
     heads = first_head + gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, L))[:, None]
-    position = gl.arange(0, D // NUM_TILES, gl.SliceLayout(0, L))[None, :]
+    position = gl.arange(0, D // NUM_PACKED_TILES, gl.SliceLayout(0, L))[None, :]
     scales = ()
-    for j in gl.static_range(NUM_TILES):
+    for j in gl.static_range(NUM_PACKED_TILES):
         o_head, o_d = gl.broadcast(
-            heads, head_column_of_converted_column(position, cfg) if tile_cfg.LARGE_M else NUM_TILES * position + j
+            heads,
+            head_column_of_converted_column(position, cfg) if tile_cfg.LARGE_M else NUM_PACKED_TILES * position + j,
         )
-        scales = scales + (load_signs_times_channel_scales(tensors[0], tensors[1], o_head, o_d, D, rotation),)
+        scales = scales + (load_signs_over_sqrt_times_channel_scales(SIGNS, CHANNEL_SCALES, o_head, o_d, D, rotation),)
     return scales
 
 
@@ -198,10 +201,10 @@ def load_k_and_v_column_scales(signs, channel_scales, first_head, cfg: gl.conste
     V: gl.constexpr = tile_cfg.V.ROTATION
     k, v = (), ()
     if K.ENABLED:
-        k = _load_column_scales_of_k_or_v((signs[0], channel_scales[0]), first_head, 1, cfg.D, K, cfg, tile_cfg)
+        k = _load_packed_column_scales_of_k_or_v(signs[0], channel_scales[0], first_head, 1, cfg.D, K, cfg, tile_cfg)
     if V.ENABLED:
-        v = _load_column_scales_of_k_or_v(
-            (signs[1], channel_scales[1]), first_head, 1 if tile_cfg.LARGE_M else tile_cfg.V.PACK, cfg.DV, V, cfg,
+        v = _load_packed_column_scales_of_k_or_v(
+            signs[1], channel_scales[1], first_head, 1 if tile_cfg.LARGE_M else tile_cfg.V.PACK, cfg.DV, V, cfg,
             tile_cfg,
         )  # fmt: skip
     return k, v
@@ -272,7 +275,7 @@ def scale_and_rotate_query_rows(x, rotation, kv_head, cfg: gl.constexpr):
     o_d = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     x = (
         x
-        * load_signs_times_channel_scales(
+        * load_signs_over_sqrt_times_channel_scales(
             rotation.K_SIGNS, rotation.K_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM, ROTATION
         )[None, :]
     )
@@ -290,7 +293,7 @@ def unrotate_and_scale_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr):
     o_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
     return (
         acc
-        * load_signs_times_channel_scales(
+        * load_signs_over_sqrt_times_channel_scales(
             rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION
         )[None, :]
     )
@@ -303,7 +306,7 @@ def unscale_and_rotate_new_v_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr)
     o_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
     acc = (
         acc
-        * load_signs_times_channel_scales(
+        * load_signs_over_sqrt_times_channel_scales(
             rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION, True
         )[None, :]
     )

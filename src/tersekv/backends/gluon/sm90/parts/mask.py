@@ -67,12 +67,12 @@ def unmasked_n_block_range(request, cfg: gl.constexpr):
 
 
 @gluon.jit
-def apply_mask(s, causal_limit, key_begin, key_end, cfg: gl.constexpr):
+def apply_mask(s, last_causal_key_in_tile, key_begin_in_tile, key_end_in_tile, cfg: gl.constexpr):
     """Returns a tile of scores with −inf where a row does not see the key: prefill's, limits relative to the tile."""
     o_n = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    visible = o_n[None, :] <= gl.minimum(causal_limit, key_end - 1)[:, None]
+    visible = o_n[None, :] <= gl.minimum(last_causal_key_in_tile, key_end_in_tile - 1)[:, None]
     if cfg.WINDOW > 0:
-        visible = visible & (o_n[None, :] > causal_limit[:, None] - cfg.WINDOW)
+        visible = visible & (o_n[None, :] > last_causal_key_in_tile[:, None] - cfg.WINDOW)
     if cfg.HAS_NEW_KV:  # rows before the first token see no key
-        visible = visible & (o_n >= key_begin)[None, :]
+        visible = visible & (o_n >= key_begin_in_tile)[None, :]
     return gl.where(visible, s, float("-inf"))

@@ -30,7 +30,7 @@ def split_columns(x):
 
 
 @gluon.jit
-def rowwise_max(s):
+def row_max_by_tree_reduction(s):
     """Returns the maximum of each row.
 
     NOTE: gl.max compares a thread's numbers one after the other, each waiting for the last; a reduction tree does not.
@@ -74,13 +74,13 @@ def apply_softcap_to_log2_scores(s_log2, softcap):
 
 
 @gluon.jit
-def softmax_step(s, row_max, last_key, score_scale, MASKED: gl.constexpr):
-    """Returns (p fp32, row_max, rescale) of a tile of scores. last_key: last key of the tile that a row sees."""
+def softmax_to_p_row_max_and_rescale(s, row_max, last_key_in_tile, score_scale, MASKED: gl.constexpr):
+    """Returns (p fp32, row_max, rescale) of a tile of scores. last_key_in_tile: the last that a row sees."""
     S: gl.constexpr = s.type.layout
     if MASKED:
         o_n = gl.arange(0, s.shape[1], gl.SliceLayout(0, S))
-        s = gl.where(o_n[None, :] <= last_key[:, None], s, float("-inf"))
-    row_max_new = gl.maximum(row_max, rowwise_max(s) * score_scale)
+        s = gl.where(o_n[None, :] <= last_key_in_tile[:, None], s, float("-inf"))
+    row_max_new = gl.maximum(row_max, row_max_by_tree_reduction(s) * score_scale)
     safe_max = row_max_new
     if MASKED:
         safe_max = gl.where(row_max_new == float("-inf"), 0.0, row_max_new)  # all keys of a row may be masked so far
@@ -100,25 +100,25 @@ class FP8RowMax(NamedTuple):
 
 
 @gluon.jit
-def softmax_step_with_row_scales(
-    s, row_max, causal_limit, key_begin, key_end, score_scales, log2_v_scale, softcap, MASKED: gl.constexpr,
-    cfg: gl.constexpr,
+def scaled_softmax_to_p_row_max_and_rescale(
+    s, row_max, last_causal_key_in_tile, key_begin_in_tile, key_end_in_tile, row_score_scales, log2_tile_v_scale,
+    softcap, MASKED: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Returns (P in fp32, row_max, rescale) of a tile of scores.
 
     row_max: for P in e4m3, an FP8RowMax
-    causal_limit, key_begin, key_end: relative to the tile: each row's last key, the first key and the keys' end
-    score_scales: of each row, > 0; log2_v_scale: with token scales, added to the exponent (`TileVScale`)
+    last_causal_key_in_tile: of each row; key_begin_in_tile, key_end_in_tile: the first key, and the keys' end
+    row_score_scales: of each row, > 0; log2_tile_v_scale: with token scales, added to the exponent (`TileVScale`)
     """
     if cfg.HAS_SOFTCAP:
-        s = apply_softcap_to_log2_scores(s * score_scales[:, None], softcap)
+        s = apply_softcap_to_log2_scores(s * row_score_scales[:, None], softcap)
     if MASKED:
-        s = apply_mask(s, causal_limit, key_begin, key_end, cfg)
-    block_max = rowwise_max(s)
+        s = apply_mask(s, last_causal_key_in_tile, key_begin_in_tile, key_end_in_tile, cfg)
+    block_max = row_max_by_tree_reduction(s)
     if not cfg.HAS_SOFTCAP:
-        block_max = block_max * score_scales
+        block_max = block_max * row_score_scales
     if cfg.V.TOKEN_SCALES:
-        block_max = block_max + log2_v_scale
+        block_max = block_max + log2_tile_v_scale
     if cfg.FP8_PV:
         prev_max = row_max.row_max
         running_max = gl.maximum(row_max.running_max, block_max)
@@ -132,9 +132,9 @@ def softmax_step_with_row_scales(
         score_offset = gl.where(score_offset == float("-inf"), 0.0, score_offset)  # a row may have seen no key yet
     rescale = gl.exp2(prev_max - score_offset)
     if cfg.V.TOKEN_SCALES:
-        score_offset = score_offset - log2_v_scale
+        score_offset = score_offset - log2_tile_v_scale
     if not cfg.HAS_SOFTCAP:
-        s = s * score_scales[:, None]
+        s = s * row_score_scales[:, None]
     return gl.exp2(s - score_offset[:, None]), row_max_new, rescale
 
 
@@ -200,7 +200,7 @@ LAZY_ROW_MAX_PTX = gl.constexpr(
 )
 
 
-def rescale_ptx_and_constraints(num_elements: int) -> tuple[str, str]:
+def rescale_unless_all_ones_ptx_and_constraints(num_elements: int) -> tuple[str, str]:
     """Returns PTX and its constraints: `num_elements` numbers of a thread times scales, skipped where all scales of a
     warp are 1.
 

@@ -36,17 +36,22 @@ def align_smem_bytes(copy_bytes: int) -> int:
 
 
 def why_no_tensor_map(
-    shape: Sequence[int], strides: Sequence[int], box: Sequence[int], itemsize: int, swizzle: int, smem_pitch: int = 0
+    shape: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    itemsize: int,
+    swizzle: int,
+    smem_copy_pitch_bytes: int = 0,
 ) -> str | None:
-    """Returns why the engine cannot copy tiles of `box` elements; None: it can. All but `swizzle` and `smem_pitch` in
-    elements.
+    """Returns why the engine cannot copy tiles of `box` elements; None: it can. All but `swizzle` and
+    `smem_copy_pitch_bytes` in elements.
 
     swizzle: bytes of a row in shared memory, to which the compiler splits longer ones; 0: rows are not swizzled.
 
-    smem_pitch: bytes from one tile to the next; 0: tiles are adjacent.
+    smem_copy_pitch_bytes: from one copy to the next; 0: copies are adjacent.
     """
     nbytes, row_bytes = math.prod(box) * itemsize, box[-1] * itemsize
-    smem_pitch = smem_pitch or nbytes
+    smem_copy_pitch_bytes = smem_copy_pitch_bytes or nbytes
     if not 1 <= len(shape) == len(strides) == len(box) <= 5:
         return f"{len(shape)} dimensions"
     if not all(1 <= n < 2**31 for n in shape):  # coordinates are int32
@@ -62,18 +67,20 @@ def why_no_tensor_map(
     largest_dim = max(*box[:-1], row_bytes // itemsize) if len(box) > 1 else row_bytes // itemsize
     if row_bytes == 0 or row_bytes % _GLOBAL_ALIGNMENT or largest_dim > _MAX_BOX_DIM or any(n & (n - 1) for n in box):
         return f"boxes of {list(box)}"
-    if smem_pitch % SMEM_ALIGNMENT or smem_pitch < nbytes:
-        return f"boxes that lie {smem_pitch} bytes apart"
+    if smem_copy_pitch_bytes % SMEM_ALIGNMENT or smem_copy_pitch_bytes < nbytes:
+        return f"boxes that lie {smem_copy_pitch_bytes} bytes apart"
     return None
 
 
 def make_tensor_map(base: Any, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], layout: Any,
-                    smem_pitch: int = 0) -> Any:  # fmt: skip
+                    smem_copy_pitch_bytes: int = 0) -> Any:  # fmt: skip
     """Returns the tensor map of tiles of `box` elements; base: a tensor, or an object with an address and a dtype."""
     # Imported after `why_not` has checked the version: other versions of Triton have other names.
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    reason = why_no_tensor_map(shape, strides, box, base.dtype.itemsize, layout.swizzle_byte_width, smem_pitch)
+    reason = why_no_tensor_map(
+        shape, strides, box, base.dtype.itemsize, layout.swizzle_byte_width, smem_copy_pitch_bytes
+    )
     assert reason is None, reason
     assert base.data_ptr() % _GLOBAL_ALIGNMENT == 0
     return TensorDescriptor(base, list(shape), list(strides), list(box), layout)
@@ -104,7 +111,7 @@ class KVLayout(KernelConfig):
     SMEM_SHAPE: tuple[int, ...]  # MMA tiles of a buffer in all stages, heads, keys, packed; else see `make_kv_layout`
     COPY_BYTES: int
     ROTATION: Rotation
-    PADDED_HEADS: int = 1  # heads of a group that is copied as padded tiles (`_heads_per_padded_row_and_word_shift`)
+    PADDED_HEADS: int = 1  # heads of a group that is copied as padded tiles (`_padded_heads_per_group_and_word_shift`)
     HEAD_SHIFT: int = 0  # packed words by which a head's row begins later in its padded row than the previous head's
     ROW_PACKED: int = 0  # packed words of a row
     SCALE_SMEM_SHAPE: tuple[int, ...] = ()  # tiles, heads and keys in either order, and words if there are several
@@ -132,7 +139,7 @@ class KVLayout(KernelConfig):
 
 class TensorMapSpec(NamedTuple):
     """Tensor map of a cache: shape, strides and box of one copy in elements of `view`; rows per page, or 0 where pages
-    are a dimension of their own; padded_heads: heads of a group (`_heads_per_padded_row_and_word_shift`)."""
+    are a dimension of their own; padded_heads: heads of a group (`_padded_heads_per_group_and_word_shift`)."""
 
     shape: list[int]
     strides: list[int]
@@ -155,14 +162,14 @@ class TensorMapSpec(NamedTuple):
         """Returns the bytes of one copy."""
         return math.prod(self.box) * self.view.itemsize
 
-    def smem_pitch(self) -> int:
+    def smem_copy_pitch_bytes(self) -> int:
         """Returns the bytes from one copy to the next in the ring."""
         return align_smem_bytes(self.nbytes())
 
     def self_or_none_if_tma_cannot_copy(self) -> TensorMapSpec | None:
         """Returns itself, or None if the engine cannot copy its tiles."""
         why_not = why_no_tensor_map(
-            self.shape, self.strides, self.box, self.view.itemsize, self.swizzle, self.smem_pitch()
+            self.shape, self.strides, self.box, self.view.itemsize, self.swizzle, self.smem_copy_pitch_bytes()
         )
         return self if why_not is None else None
 
@@ -191,7 +198,7 @@ def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, head_dim_par
     of 8.
 
     A packed word is 16 bits. In shared memory a copy of many keys is tiles of 16 keys, whose rows are a power of two:
-    the engine pads a shorter row with zeros, or with its neighbours (`_heads_per_padded_row_and_word_shift`).
+    the engine pads a shorter row with zeros, or with its neighbours (`_padded_heads_per_group_and_word_shift`).
 
     head_dim_parts: of a head; each counts as one in the cache's shape, but not in its strides
     """
@@ -210,7 +217,7 @@ def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, head_dim_par
     rows = (pages - 1) * rows_per_page + slots
     # Pages that share memory have no pitch: a stride of 0 is refused below.
     flat = s_p > 0 and s_p % (n * s_s) == 0 and n <= rows < 2**31
-    padded_heads, shift = _heads_per_padded_row_and_word_shift(2 * packed, heads_per_cta) if s_h == width else (1, 0)
+    padded_heads, shift = _padded_heads_per_group_and_word_shift(2 * packed, heads_per_cta) if s_h == width else (1, 0)
     if flat and padded_heads > 1:
         group_row = packed + (padded_heads - 1) * shift  # of a group's last row, from the begin of its padded row
         shape, box = (
@@ -242,9 +249,9 @@ def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, head_dim_par
     return TensorMapSpec(shape, strides, [1, *box], swizzle, torch.int16, 0).self_or_none_if_tma_cannot_copy()
 
 
-def _heads_per_padded_row_and_word_shift(row_bytes: int, heads: int) -> tuple[int, int]:
-    """Returns (heads of a group, packed words by which each row begins later in its padded row), or (1, 0); for
-    adjacent heads of row_bytes.
+def _padded_heads_per_group_and_word_shift(row_bytes: int, heads_per_cta: int) -> tuple[int, int]:
+    """Returns (heads_per_cta of a group, packed words by which each row begins later in its padded row), or (1, 0); for
+    adjacent heads_per_cta of row_bytes.
 
     Rows that begin at odd multiples of 16 bytes cost the engine up to four L2 requests each; those at odd multiples of
     8 it cannot copy. So each head of a group is copied from a multiple of 32, or of 16, before its row: a row of the
@@ -253,7 +260,7 @@ def _heads_per_padded_row_and_word_shift(row_bytes: int, heads: int) -> tuple[in
     """
     shift = 16 if row_bytes % 32 == 16 else 8 if row_bytes % 16 == 8 else 0  # bytes
     max_heads = (launch.next_power_of_2(row_bytes) - row_bytes) // shift + 1 if shift else 1
-    padded_heads = next(n for n in (8, 4, 2, 1) if n <= min(heads, max_heads))
+    padded_heads = next(n for n in (8, 4, 2, 1) if n <= min(heads_per_cta, max_heads))
     return (padded_heads, shift // 2) if padded_heads > 1 else (1, 0)
 
 
@@ -281,11 +288,11 @@ def scale_map_spec(
     scale_cache: Any, heads_per_cta: int, keys_per_copy: int, has_block_scales: bool
 ) -> TensorMapSpec | None:
     """Returns the spec of stored scales; None: they cannot be copied, or copies of 8 keys would not be adjacent."""
-    spec = _scale_map_spec_without_adjacency_check(scale_cache, heads_per_cta, keys_per_copy, has_block_scales)
-    return None if spec is None or (keys_per_copy < MMA_KEYS and spec.smem_pitch() > spec.nbytes()) else spec
+    spec = _scale_map_spec_without_smem_pitch_check(scale_cache, heads_per_cta, keys_per_copy, has_block_scales)
+    return None if spec is None or (keys_per_copy < MMA_KEYS and spec.smem_copy_pitch_bytes() > spec.nbytes()) else spec
 
 
-def _scale_map_spec_without_adjacency_check(
+def _scale_map_spec_without_smem_pitch_check(
     scale_cache: Any, heads_per_cta: int, keys_per_copy: int, has_block_scales: bool
 ) -> TensorMapSpec | None:
     """Returns the spec of stored scales, 4-byte words: [rows / 16, 16, heads] with adjacent heads, or [slots / 16,
@@ -368,12 +375,12 @@ def make_kv_layout(
         if keys == MMA_KEYS
         else (MMA_KEYS // keys, heads_per_cta, keys)
     )
-    shape = (smem_shape[0] * scales.smem_pitch() // scales.nbytes(), *scale_box)
+    shape = (smem_shape[0] * scales.smem_copy_pitch_bytes() // scales.nbytes(), *scale_box)
     return replace(
         layout,
         SCALE_SMEM_SHAPE=(*shape, words) if scales.view == torch.int32 else shape,
         SCALE_COPY_BYTES=scales.nbytes(),
-        SCALE_SMEM_PITCH=scales.smem_pitch(),
+        SCALE_SMEM_PITCH=scales.smem_copy_pitch_bytes(),
         SCALE_WORDS=words,
         SCALE_ROWS_PER_PAGE=scales.rows_per_page,
         SCALE_ROWS_ARE_KEYS=scales.rows_are_keys,
@@ -393,5 +400,5 @@ class TypedAddress(launch.RawAddress):
 def tensor_map_from_spec(x: torch.Tensor, spec: TensorMapSpec) -> Any:
     """Returns the tensor map of a cache."""
     return make_tensor_map(
-        TypedAddress(x, spec.view), spec.shape, spec.strides, spec.box, spec.layout(), spec.smem_pitch()
+        TypedAddress(x, spec.view), spec.shape, spec.strides, spec.box, spec.layout(), spec.smem_copy_pitch_bytes()
     )

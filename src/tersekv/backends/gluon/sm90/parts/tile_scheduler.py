@@ -228,7 +228,7 @@ def prefers_whole_work_tiles(total_blocks, max_n_blocks, num_work_tiles, num_ran
 
 
 @gluon.jit
-def find_cta_range_bounds_and_blocks_per_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg: gl.constexpr):
+def rounded_or_unsplit_bounds_blocks_per_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg: gl.constexpr):
     """Returns (block_begin, block_end, blocks_per_range) of a CTA range, in flat n_blocks.
 
     With equal lengths, ranges grow by up to 5% to hold whole work tiles or equal parts of one: an unsplit work tile
@@ -255,9 +255,9 @@ def find_cta_range_bounds_and_blocks_per_range(SEQ_LENS, CU_SEQLENS_Q, B, i_rang
 
 
 @gluon.jit
-def load_block_counts_of_all_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg: gl.constexpr, BY_WARP: gl.constexpr = False):
-    """Loads what `find_cta_range_bounds_blocks_per_range_and_request` needs of all requests, early, so that other work
-    can overlap it.
+def load_n_and_m_block_counts_of_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg: gl.constexpr, BY_WARP: gl.constexpr = False):
+    """Loads (num_n_blocks, num_m_blocks) of all requests, early, so that other work can overlap it: for
+    `rounded_or_unsplit_cta_range_and_request`.
 
     BY_WARP: each warp holds all requests, so that sums need no barriers, but more registers
     """
@@ -268,10 +268,10 @@ def load_block_counts_of_all_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg: gl.constex
 
 
 @gluon.jit
-def find_cta_range_bounds_blocks_per_range_and_request(block_counts, i_range, num_ranges, cfg: gl.constexpr):
-    """Returns `find_cta_range_bounds_and_blocks_per_range` and `find_request_and_base_of_block` of its first n_block
+def rounded_or_unsplit_cta_range_and_request(n_and_m_block_counts, i_range, num_ranges, cfg: gl.constexpr):
+    """Returns `rounded_or_unsplit_bounds_blocks_per_range` and `find_request_and_base_of_block` of its first n_block
     in one, for up to BLOCK_B requests."""
-    num_n_blocks, num_m_blocks = block_counts
+    num_n_blocks, num_m_blocks = n_and_m_block_counts
     ends = gl.associative_scan(num_n_blocks * num_m_blocks, 0, add)
     total_blocks, max_n_blocks = gl.reduce((num_n_blocks * num_m_blocks, num_n_blocks), 0, sum_and_max)
     block_begin, block_end, blocks_per_range = rounded_cta_range_bounds_and_blocks_per_range(

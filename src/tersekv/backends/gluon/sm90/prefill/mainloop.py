@@ -6,7 +6,7 @@ causal mask applies to the first ones, and the long loop needs no mask but a win
 Heads wider than 256 (`cfg.COLUMN_SPLIT`): stages hold parts of tiles and one tile of V, so that V is waited for just
 before PV. The other consumer (`columns`) multiplies the other half of V's columns by the P published here.
 
-Mask: `parts/mask.apply_mask`, in `softmax_step_with_row_scales`. Full stage: `wait_k_and_start_qk`
+Mask: `parts/mask.apply_mask`, in `scaled_softmax_to_p_row_max_and_rescale`. Full stage: `wait_k_and_start_qk`
 and `wait_v_and_zero_oob_rows`; `mainloop_step` releases stages. Rescale: end of `mainloop_step`, and between both
 kinds of blocks `mainloop_step_new_to_cached`. Epilogue: `store_output_and_lse`. Combine: none.
 """
@@ -29,7 +29,7 @@ from ..parts.online_softmax import (
     FP8RowMax,
     pack_p_16bit,
     row_sums_by_lane,
-    softmax_step_with_row_scales,
+    scaled_softmax_to_p_row_max_and_rescale,
     unpack_p_16bit,
 )
 from ..parts.pipeline import producer_acquire, stage_and_phase, sync_and_arrive
@@ -236,7 +236,7 @@ def softmax_p_sums_max_and_rescale(
     s, row_max, mask_args, n_start, score_scales, tile_v_scale, softcap, MASKED: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Returns (P in fp32, row sums per lane, row_max, rescale) of a tile of scores."""
-    p, row_max, rescale = softmax_step_with_row_scales(
+    p, row_max, rescale = scaled_softmax_to_p_row_max_and_rescale(
         s, row_max, mask_args.causal_limit - n_start, mask_args.key_begin - n_start, mask_args.key_end - n_start,
         score_scales, tile_v_scale.log2_v_scale, softcap, MASKED, cfg
     )  # fmt: skip
