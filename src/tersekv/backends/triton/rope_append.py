@@ -161,8 +161,8 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "ZERO_PADDING": f.zero_padding, "SCALE_T_MULTIPLIES": f.scales_quantize,
         "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f),
         "STRIDE_UNIT": unit, "SPLIT_HALVES": split_halves,
-        "V_PACKED_READ_MODE": min(row_programs.num_tensors_accessed_in_pairs(f, unit, "v"), 1), "USE_PTX": launch.has_ptx(f),
-        "USE_PDL": row_programs.uses_pdl(f),
+        "V_PACKED_READ_MODE": min(row_programs.num_tensors_accessed_in_pairs(f, unit, "v"), 1),
+        "USE_PTX": launch.has_ptx(f), "USE_PDL": row_programs.uses_pdl(f),
         "PDL_LAUNCH_LATE": any(
             row_programs.launches_dependents_late(name, elements_per_program, row_programs.SIZES[1])
             for name in formats
