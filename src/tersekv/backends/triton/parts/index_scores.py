@@ -304,9 +304,8 @@ def _store_scores_of_request(
                 o_scales = page * stride_sp + entry.to(tl.int64) * stride_ss
                 # QK, ReLU, weights and sum of the heads; the scale of keys with one scale
                 if cfg.EACH or cfg.HEAD_BLOCKS == 1:
-                    s = relu_and_weight_heads(
-                        compute_qk_scaled_if_several_d_blocks(K, SCALES, o_keys, o_scales, m_keys, q, cfg), w, cfg
-                    )
+                    qk = compute_qk_scaled_if_several_d_blocks(K, SCALES, o_keys, o_scales, m_keys, q, cfg)
+                    s = relu_and_weight_heads(qk, w, cfg)
                     if not cfg.EACH:
                         s = sum_heads(s, cfg)
                 else:
@@ -314,14 +313,8 @@ def _store_scores_of_request(
                     for i in range(cfg.HEAD_BLOCKS):
                         q_i = load_query_by_d_blocks(Q, o_q, i, m_seen_rows, stride_qh, cfg)
                         w_i = load_head_weights(WEIGHTS, o_w, i, m_seen_rows, stride_wh, cfg)
-                        s += sum_heads(
-                            relu_and_weight_heads(
-                                compute_qk_scaled_if_several_d_blocks(K, SCALES, o_keys, o_scales, m_keys, q_i, cfg),
-                                w_i,
-                                cfg,
-                            ),
-                            cfg,
-                        )
+                        qk_i = compute_qk_scaled_if_several_d_blocks(K, SCALES, o_keys, o_scales, m_keys, q_i, cfg)
+                        s += sum_heads(relu_and_weight_heads(qk_i, w_i, cfg), cfg)
                 if cfg.HAS_SCALES and cfg.D_BLOCKS == 1:
                     s = s * tl.load(SCALES + o_scales, mask=m_keys, other=0.0)[:, None]
                 s = s * scale
