@@ -55,7 +55,7 @@ def two_processes(tmp_path_factory) -> list[dict[str, list[bool]]]:
     return found
 
 
-KERNELS = {"rope_append_kernel", "decode_kernel", "combine_by_split_metadata_kernel", "mla_append_kernel"}
+KERNELS = {"rope_append_kernel", "decode_kernel", "combine_kernel", "mla_append_kernel"}
 
 
 def test_the_first_process_compiles_each_kernel_once_for_all_layers(two_processes):
@@ -65,7 +65,7 @@ def test_the_first_process_compiles_each_kernel_once_for_all_layers(two_processe
     assert any(kernel.startswith("mla_decode") for kernel in first)
     for kernel, from_disk in first.items():
         # merge_kernel serves both kinds of decode; a second layer with equal facts launches what the first compiled
-        assert from_disk.count(False) <= (2 if kernel == "combine_by_split_metadata_kernel" else 1), (kernel, from_disk)
+        assert from_disk.count(False) <= (2 if kernel == "combine_kernel" else 1), (kernel, from_disk)
         assert from_disk[0] is False
 
 
