@@ -344,7 +344,7 @@ def listed(call: MLADecodeCall, n: int = 2048, by_slot: bool = False) -> MLADeco
 def test_rows_of_listed_keys_are_copied_16_bytes_at_a_time(format, heads, copies, by_slot):
     call = listed(replace_requests(make(format, heads, page=3), 512), by_slot=by_slot)
     kernels = compiled(call)
-    assert next(iter(kernels)) == "listed_rows_kernel"
+    assert next(iter(kernels)) == "compact_visible_listed_rows_kernel"
     assert all(k["shared"] <= SHARED for k in kernels.values())
     split = next(k for name, k in kernels.items() if name.startswith("mla_decode"))
     sass = split["sass"]()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tersekv
-from tersekv.backends.triton.parts.index_topk import num_and_max_per_split_of_rounds
+from tersekv.backends.triton.parts.index_topk import num_candidates_and_max_per_split_by_round
 
 
 def scores_of(kind: str, rows: int, width: int) -> torch.Tensor:
@@ -29,7 +29,7 @@ def scores_of(kind: str, rows: int, width: int) -> torch.Tensor:
 )  # fmt: skip
 def test_rounds_take_what_a_sort_takes(width, k, rounds, kind, kept):
     torch.manual_seed(0)
-    assert len(num_and_max_per_split_of_rounds(width, k)) == rounds
+    assert len(num_candidates_and_max_per_split_by_round(width, k)) == rounds
     scores, visible = scores_of(kind, 3, width), torch.tensor([width, width - 1003, 10])
     lens = [torch.empty(3, dtype=torch.int32) for _ in range(2)]
     got, want = (

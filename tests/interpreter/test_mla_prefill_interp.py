@@ -134,7 +134,7 @@ def test_a_chunk_without_rows_appends_and_gives_zero():
     call = make(SMALL)
     want = moved(call, "cpu")
     call = call._replace(buffer_lengths=[0])
-    oracle.rope_queries_and_store_new_latents(want, want.cu_seqlens_q.tolist())
+    oracle.store_roped_queries_and_new_latents(want, want.cu_seqlens_q.tolist())
     run(call, TILED)
     assert (call.out == 0).all()
     assert (call.lse == -math.inf).all()
@@ -149,7 +149,7 @@ def test_rotated_parts_and_lengths_go_where_they_are_wanted(index):
     call = call._replace(
         buffer_lengths=[0], q_pe_out=torch.full_like(call.q[..., -SMALL.rope :], math.nan), seq_lens_out=lens
     )
-    oracle.rope_queries_and_store_new_latents(want, want.cu_seqlens_q.tolist())
+    oracle.store_roped_queries_and_new_latents(want, want.cu_seqlens_q.tolist())
     run(call, TILED)
     assert torch.equal(as_bytes(call.q), as_bytes(before))
     assert torch.equal(call.q_pe_out, want.q[..., -SMALL.rope :])
@@ -234,7 +234,7 @@ def test_the_append_has_the_bits_of_the_oracle(name, freqs):
     call = make(replace(SMALL, format=name, scale="tensor", spread=True, strided=True))
     call = call._replace(freqs_cis=call.freqs_cis.to(freqs))
     want = moved(call, "cpu")
-    oracle.rope_queries_and_store_new_latents(want, want.cu_seqlens_q.tolist())
+    oracle.store_roped_queries_and_new_latents(want, want.cu_seqlens_q.tolist())
     prepare(call, freqs == torch.float32)
     assert torch.equal(call.q, want.q)
     assert torch.equal(as_bytes(call.kpe), as_bytes(want.kpe))
@@ -254,7 +254,7 @@ def test_a_nan_of_either_sign_is_appended_as_0x7f(name, native):
     call.kv_c[2, 5] = minus  # the norm spreads it over the row
     call.k_pe[3, 4] = minus  # the rotation over a pair
     want = moved(call, "cpu")
-    oracle.rope_queries_and_store_new_latents(want, want.cu_seqlens_q.tolist())
+    oracle.store_roped_queries_and_new_latents(want, want.cu_seqlens_q.tolist())
     prepare(call, native)
     nan = as_bytes(want.ckv).view(torch.uint8) == 0x7F
     assert nan.sum() == call.ckv.shape[-1]
@@ -294,7 +294,7 @@ def test_gathered_codes_and_scales_have_the_bits_of_the_oracle(name, native):
     scale = torch.tensor([call.kv_scale])
     mla_latents.quantize_and_store_latents(x, rotary, call.ckv, call.kpe, call.ckv_scale_cache, at, f, scale)
     latent, k_pe, _ = oracle.gather_latents(call, 0, 9)
-    codes, scales = mla_latents.quantize_latents_by_128_columns(latent)
+    codes, scales = mla_latents.quantize_gemm_input_by_128_columns(latent)
     got = scratch(call, 11)
     gather(call, 0, 9, got, native)
     assert torch.equal(got.CODES[:9].view(torch.uint8), codes.view(torch.uint8))
@@ -359,7 +359,7 @@ def test_a_request_reads_as_cached_what_another_of_the_same_call_appends(child):
 
 def test_rows_that_no_request_has_are_gathered_as_zero():
     call = make(SMALL)
-    oracle.rope_queries_and_store_new_latents(call, call.cu_seqlens_q.tolist())
+    oracle.store_roped_queries_and_new_latents(call, call.cu_seqlens_q.tolist())
     rows = call.buffer_lengths[0] + 2
     got = scratch(call, rows)
     gather(call, 0, rows, got, False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tersekv.backends.torch import mla_project as oracle
-from tersekv.backends.torch.mla_latents import quantize_latents_by_128_columns
+from tersekv.backends.torch.mla_latents import quantize_gemm_input_by_128_columns
 from tersekv.backends.triton import mla_project
 from tersekv.calls import MLAProjectCall
 from tersekv.dispatch import plan
@@ -32,7 +32,7 @@ def test_rows_are_quantised_as_the_oracle_does_it(native):
     mla_project.make_projection_launch(
         f, mla_project.choose_projection_config(f)._replace(native_fp8=native, native_casts=native)
     )(call)
-    codes, scale = quantize_latents_by_128_columns(x)
+    codes, scale = quantize_gemm_input_by_128_columns(x)
     assert torch.equal(call.out, (codes.float() * scale).bfloat16())
 
 

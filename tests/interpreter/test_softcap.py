@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tersekv.backends.triton.parts.softcap import apply_softcap
+from tersekv.backends.triton.parts.softcap import apply_softcap_to_log2_scores
 from tersekv.testing import verify
 from tersekv.testing.cases import cases
 
@@ -19,7 +19,7 @@ CAPS = [10.0**n for n in range(-2, 9)]
 @triton.jit
 def kernel(X, Y, softcap, N: tl.constexpr):
     at = tl.arange(0, N)
-    tl.store(Y + at, apply_softcap(tl.load(X + at), softcap))
+    tl.store(Y + at, apply_softcap_to_log2_scores(tl.load(X + at), softcap))
 
 
 @pytest.mark.parametrize("cap", CAPS)

@@ -8,7 +8,7 @@ from mla_cases import E4M3, Case, encode, quantised, reference, relative
 
 from tersekv import PagedLatentLayer, UnsupportedError, mla_prefill_plan
 from tersekv.backends.torch import mla_prefill as oracle
-from tersekv.backends.torch.mla_latents import quantize_and_store_latents, quantize_latents_by_128_columns
+from tersekv.backends.torch.mla_latents import quantize_and_store_latents, quantize_gemm_input_by_128_columns
 from tersekv.formats import LATENT_FORMATS
 
 
@@ -279,7 +279,7 @@ def latents_to_quantise():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_codes_and_scales_of_gathered_latents_are_exact(dtype):
     x = latents_to_quantise().to(dtype)
-    codes, scales = quantize_latents_by_128_columns(x)
+    codes, scales = quantize_gemm_input_by_128_columns(x)
     want, want_scales = quantised(x)
     assert torch.equal(codes.view(torch.uint8), want)
     assert torch.equal(scales, want_scales)
@@ -289,13 +289,13 @@ def test_codes_and_scales_of_gathered_latents_are_exact(dtype):
 def test_quantised_latents_cover_ties_zero_groups_and_the_cap():
     ties = torch.zeros(1, 128)
     ties[0, :3] = torch.tensor([448.0, 17.0, 19.0])  # scale 1: 17 lies between 16 and 18, 19 between 18 and 20
-    codes, scales = quantize_latents_by_128_columns(ties)
+    codes, scales = quantize_gemm_input_by_128_columns(ties)
     assert scales.item() == 1.0
     assert codes[0, :3].float().tolist() == [448.0, 16.0, 20.0]
-    codes, scales = quantize_latents_by_128_columns(torch.tensor([[2400.0] + [0.0] * 127]))
+    codes, scales = quantize_gemm_input_by_128_columns(torch.tensor([[2400.0] + [0.0] * 127]))
     assert scales.item() == (torch.tensor(1200.0) / torch.tensor(448.0)).item()
     assert codes[0, 0].item() == 448
-    codes, scales = quantize_latents_by_128_columns(torch.zeros(2, 128))
+    codes, scales = quantize_gemm_input_by_128_columns(torch.zeros(2, 128))
     assert not scales.any()
     assert not codes.view(torch.uint8).any()
 
@@ -303,7 +303,7 @@ def test_quantised_latents_cover_ties_zero_groups_and_the_cap():
 def test_a_group_so_small_that_its_reciprocal_overflows_stays_finite():
     x = torch.zeros(1, 128)
     x[0, 1] = 1e-39
-    codes, scales = quantize_latents_by_128_columns(x)
+    codes, scales = quantize_gemm_input_by_128_columns(x)
     assert codes.float().isfinite().all()
     assert codes[0, 0].item() == 0
     assert scales.isfinite().all()
@@ -312,11 +312,11 @@ def test_a_group_so_small_that_its_reciprocal_overflows_stays_finite():
 def test_a_nan_is_a_nan_code_and_leaves_the_scale_of_its_group_alone():
     x = torch.ones(1, 256)
     x[0, 3] = math.nan
-    codes, scales = quantize_latents_by_128_columns(x)
+    codes, scales = quantize_gemm_input_by_128_columns(x)
     assert codes.view(torch.uint8)[0, 3] == 0x7F
     assert codes.float().nan_to_num(nan=448.0).unique().tolist() == [448.0]
     assert scales.tolist() == [[(torch.tensor(1.0) / torch.tensor(448.0)).item()] * 2]
-    codes, scales = quantize_latents_by_128_columns(torch.tensor([[math.nan] + [0.0] * 127]))
+    codes, scales = quantize_gemm_input_by_128_columns(torch.tensor([[math.nan] + [0.0] * 127]))
     assert codes.view(torch.uint8)[0].tolist() == [0x7F] + [0] * 127
     assert scales.item() == 0
 
@@ -355,7 +355,7 @@ def test_stored_rows_are_exact(fmt, dtype):
 
 def test_casts_round_up_as_often_as_down():
     x = torch.rand(1, 128 * 256, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    codes, scales = quantize_latents_by_128_columns(x)
+    codes, scales = quantize_gemm_input_by_128_columns(x)
     back = codes.float().unflatten(-1, (-1, 128)) * scales[..., None]
     up = (back.flatten().abs() > x.flatten().abs()).float().mean()
     assert 0.48 < up < 0.52

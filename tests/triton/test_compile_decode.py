@@ -77,7 +77,7 @@ def test_turned_rows_in_two_formats_take_no_launch_more(k, v, arch):
         scales="tail", rotation="kv", channels="kv",
     )  # fmt: skip
     split, merge = compiled(make(case), arch)
-    assert (split["name"], merge["name"]) == ("stream_k_decode_kernel", "combine_kernel")
+    assert (split["name"], merge["name"]) == ("stream_k_decode_kernel", "combine_by_split_metadata_kernel")
     assert split["shared"] <= (launch.shared_memory_of(arch) if isinstance(arch, int) else 65536)
     if arch == 90:
         assert split["n_spills"] <= FEW_SPILLS

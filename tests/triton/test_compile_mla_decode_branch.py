@@ -70,4 +70,9 @@ def test_launches_overlap_where_the_chip_lets_them():
 
 def test_the_branch_is_as_many_launches_as_decode_and_two():
     names = list(launches(mla_decode_branch, call_of(heads=128), 90))
-    assert names == ["rope_store_project_kernel", "stream_k_mla_decode_kernel", "combine_kernel", "project_kernel"]
+    assert names == [
+        "rope_store_project_kernel",
+        "stream_k_mla_decode_kernel",
+        "combine_by_split_metadata_kernel",
+        "project_kernel",
+    ]

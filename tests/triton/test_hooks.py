@@ -21,7 +21,8 @@ from tersekv.dispatch import checks, plan
 from tersekv.testing.cases import OPS, cases
 from tersekv.testing.make import make
 
-OF_HOPPER = {"tersekv.backends.triton.parts.listed_rows.listed_rows_kernel"}  # tests/gluon/test_hooks_gluon.py sees it
+# tests/gluon/test_hooks_gluon.py sees it.
+OF_HOPPER = {"tersekv.backends.triton.parts.listed_rows.compact_visible_listed_rows_kernel"}
 DEVICE, STREAM = 90, 77  # a number that no device has: Triton keeps what it compiled by it
 
 

@@ -25,7 +25,7 @@ from ..host.bind import (
 from ..host.key_lists import facts_with_rows_as_requests
 from ..triton.mla_decode import entry as portable
 from ..triton.mla_decode.config import TileConfig
-from ..triton.parts.listed_rows import LENS, ROWS, listed_rows_launch, listed_rows_slices
+from ..triton.parts.listed_rows import LENS, ROWS, compact_listed_rows_launch, listed_rows_slices
 from .sm90.mla_decode.combine import combine_kernel
 from .sm90.parts.tensor_maps import make_tensor_map
 
@@ -180,7 +180,7 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
 
 def _listed_rows(f: SimpleNamespace) -> list[KernelLaunch]:
     """Returns the launch that turns lists into rows of the cache; none without lists."""
-    return [] if f.indices is None or 0 in f.indices.shape else [listed_rows_launch(f, _rows_per_page(f.ckv))]
+    return [] if f.indices is None or 0 in f.indices.shape else [compact_listed_rows_launch(f, _rows_per_page(f.ckv))]
 
 
 def _prepend_listed_rows_launch(

@@ -37,7 +37,7 @@ def launch_options(f: SimpleNamespace, warps: int = 4) -> dict[str, Any]:
 
 
 def uses_pdl(f: SimpleNamespace) -> bool:
-    """Returns whether launches overlap the previous kernel (PDL, `token_rows.pdl_wait_and_launch`): Hopper and newer.
+    """Returns whether launches overlap the previous kernel (`pdl_early_launch_and_wait`): Hopper and newer.
 
     NVIDIA H200, 2026-11-21, fp8 per token and head, in a graph: 1 token 1.37 -> 0.86 us, 256 tokens 2.45 -> 1.72.
     """
@@ -58,7 +58,7 @@ def _cuda_driver_version() -> int:
 
 
 def launches_dependents_late(fmt: str, elements: int, max_elements: int) -> bool:
-    """Returns PDL_LAUNCH_LATE of `token_rows.pdl_wait_and_launch` for programs of `elements` elements.
+    """Returns PDL_LAUNCH_LATE of `token_rows.pdl_early_launch_and_wait` for programs of `elements` elements.
 
     Compute-heavy programs share an SM badly with those of the next launch. NVIDIA H200, 2026-11-21,
     late against early: 256 tokens of nvfp4 1.78, 2.14 us; 32 tokens per token and head 0.85, 1.03, rotated 1.08, 1.87;
@@ -142,7 +142,7 @@ def elements_and_warps_of_rotated_program(total_elements: int, fmt: str) -> tupl
 
 
 def issues_loads_first(total: int) -> bool:
-    """Returns ORDER_LOADS of `token_rows.pdl_launch_or_order_loads` for rotated rows: not if the launch is a few waves.
+    """Returns ORDER_LOADS of `token_rows.pdl_late_launch_or_order_loads` for rotated rows: not for a few waves.
 
     NVIDIA H200, 2026-11-21, with and without: fp8 32 tokens 0.96, 1.02 us, 2048 tokens 10.73, 10.64, 16384 tokens 72.0,
     73.8; per token and head 2048 tokens 10.99, 10.82, 16384 tokens 75.7, 77.5.

@@ -12,7 +12,7 @@ from tersekv.formats import CHANNELS, PAIRS, ROTATION, pair_of
 from . import rotation
 from .exact import without_autocast
 from .quantize import as_quantizer_input, quantize_to_codes_and_scales, why_no_codec
-from .slots import TokenSlots, scatter_rows, token_slots
+from .slots import TokensPagesAndSlots, scatter_rows, tokens_pages_and_slots_to_write
 
 SUPPORTS = (PAIRS, ROTATION, CHANNELS)
 
@@ -35,13 +35,15 @@ def run(call: Any, config: None) -> None:
     if call.k.shape[0] == 0:
         return
     num_pages, page_size = call.k_cache.shape[:2]
-    slots = token_slots(call, num_pages, page_size)
+    slots = tokens_pages_and_slots_to_write(call, num_pages, page_size)
     if slots is not None:
-        quantize_and_scatter_kv(call, as_quantizer_input(call.k), as_quantizer_input(call.v), slots)
+        rotate_quantize_and_scatter_kv(call, as_quantizer_input(call.k), as_quantizer_input(call.v), slots)
 
 
-def quantize_and_scatter_kv(call: Any, k: Tensor, v: Tensor, slots: TokenSlots) -> None:
-    """Quantize k [T, H, D] and v [T, H, Dv], both fp32 or codes; store codes and scales in the caches of `call`."""
+def rotate_quantize_and_scatter_kv(
+    call: Any, k: Tensor, v: Tensor, tokens_pages_and_slots: TokensPagesAndSlots
+) -> None:
+    """Store k [T, H, D] and v [T, H, Dv], both fp32 or codes, in the caches of `call`: codes and scales."""
     if call.k_signs is not None or call.k_channel_scale is not None:
         k = rotation.scale_and_rotate_rows(k, call.k_signs, call.k_channel_scale)
     if call.v_signs is not None or call.v_channel_scale is not None:
@@ -55,6 +57,6 @@ def quantize_and_scatter_kv(call: Any, k: Tensor, v: Tensor, slots: TokenSlots) 
         codes, scales = quantize_to_codes_and_scales(
             x, f, scale, scale_t, call.scales_quantize, getattr(call, "widen", True)
         )
-        scatter_rows(cache, codes, slots)
+        scatter_rows(cache, codes, tokens_pages_and_slots)
         if scales is not None:
-            scatter_rows(scale_cache, scales, slots)
+            scatter_rows(scale_cache, scales, tokens_pages_and_slots)

@@ -27,7 +27,7 @@ from .online_softmax import (
     rows_by_kv_head,
 )
 from .quantize import zero_points
-from .requests import Batch, MaskAndSoftcap, request_batches, why_not_batch_invariant
+from .requests import Batch, MaskAndSoftcap, request_batches_on_cpu_else_one_batch, why_not_batch_invariant
 
 SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE, LISTS)
 
@@ -43,12 +43,12 @@ def configure(f: SimpleNamespace) -> None:
 @without_autocast
 def run(call: Any, config: None) -> None:
     if call.k is None:
-        _attend_to_pages(call)
+        _store_attention_to_pages(call)
     else:
-        _attend_to_pages_and_new_rows(call)
+        _store_attention_to_pages_and_new_rows(call)
 
 
-def _attend_to_pages(call: Any) -> None:
+def _store_attention_to_pages(call: Any) -> None:
     source = KVSource(call)
     mask_and_softcap = MaskAndSoftcap(call.window, call.mask, call.softcap)
     t, q_heads, head_dim_v = call.out.shape
@@ -59,7 +59,7 @@ def _attend_to_pages(call: Any) -> None:
         keys = listed_keys(call, source.num_pages, source.page_size)
         attend_to_lists([KeySet([q * k_factor], source, keys)], call.sinks, call.softcap, results)
     else:
-        for batch in request_batches(call, mask_and_softcap, source.num_pages, source.page_size):
+        for batch in request_batches_on_cpu_else_one_batch(call, mask_and_softcap, source.num_pages, source.page_size):
             state = attend_to_batch_keys(
                 [rows_by_kv_head(q * k_factor, batch, source.heads)], source, batch, mask_and_softcap
             )
@@ -71,7 +71,7 @@ def _attend_to_pages(call: Any) -> None:
     )
 
 
-def _attend_to_pages_and_new_rows(call: Any) -> None:
+def _store_attention_to_pages_and_new_rows(call: Any) -> None:
     pages, new = KVSource(call), NewRowsAsPages(call)
     mask_and_softcap = MaskAndSoftcap(call.window, None, call.softcap)
     t, q_heads, head_dim_v = call.out.shape
@@ -83,7 +83,9 @@ def _attend_to_pages_and_new_rows(call: Any) -> None:
         * broadcast_scale_to_q_heads(call_scale(call, "k_scale"), q_heads)
     )
     v_factor = call_scale(call, "v_scale")
-    for batch in request_batches(call, mask_and_softcap, pages.num_pages, pages.page_size, new_rows_not_in_pages=True):
+    for batch in request_batches_on_cpu_else_one_batch(
+        call, mask_and_softcap, pages.num_pages, pages.page_size, new_rows_not_in_pages=True
+    ):
         rows = _without_rows_that_see_no_keys(batch, t)
         state = None
         if pages.num_pages:
@@ -111,13 +113,13 @@ class KVSource:
         self.widest = max(call.q.shape[2], call.out.shape[2])
 
     def keys(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
-        x, factor = self._load_kv_and_row_scales(self._k_format, self._k, self._ks, at)
+        x, factor = self._load_rows_and_unapplied_row_scales(self._k_format, self._k, self._ks, at)
         return [x], factor
 
     def values(self, at: KeySlots) -> tuple[Tensor, Tensor | None]:
-        return self._load_kv_and_row_scales(self._v_format, self._v, self._vs, at)
+        return self._load_rows_and_unapplied_row_scales(self._v_format, self._v, self._vs, at)
 
-    def _load_kv_and_row_scales(
+    def _load_rows_and_unapplied_row_scales(
         self, f: KVFormat, codes: PagedRows, scales: PagedRows | None, at: KeySlots
     ) -> tuple[Tensor, Tensor | None]:
         if scales is None:
@@ -152,11 +154,11 @@ class NewRowsAsPages:
         return self._v.load(at), None
 
 
-def _without_rows_that_see_no_keys(batch: Batch, padding_row: int) -> Batch:
+def _without_rows_that_see_no_keys(batch: Batch, discarded_out_row: int) -> Batch:
     """Returns the batch without rows before their request's first token, which see no keys."""
     none = (batch.q_lens - batch.seq_lens).clamp(min=0)
     row = torch.arange(batch.rows.shape[1], device=batch.rows.device) + none[:, None]
-    rows = torch.where(row < batch.q_lens[:, None], batch.rows[:, :1] + row, padding_row)
+    rows = torch.where(row < batch.q_lens[:, None], batch.rows[:, :1] + row, discarded_out_row)
     return batch._replace(rows=rows, q_lens=batch.q_lens - none)
 
 
@@ -173,10 +175,10 @@ def _new_rows_as_keys(batch: Batch, t: int) -> Batch:
 
 
 def _prefix_state_in_original_units(
-    softmax_state: SoftmaxState, call: Any, v_scale: float | Tensor, heads: int
+    softmax_state: SoftmaxState, call: Any, v_scale: float | Tensor, num_kv_heads: int
 ) -> SoftmaxState:
     """Returns the state with acc in original units: rotation and scales of V undone. v_scale: [1] or [H]."""
-    requests = len(softmax_state.acc) // heads
+    requests = len(softmax_state.acc) // num_kv_heads
     if isinstance(v_scale, Tensor) and len(v_scale) > 1:
         v_scale = v_scale.repeat(requests)[:, None, None]
     scale = call.v_channel_scale

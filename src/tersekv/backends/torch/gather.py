@@ -17,7 +17,7 @@ class KeySlots(NamedTuple):
     slots: Tensor  # [C]
 
 
-def key_slots(page_table: Tensor, page_size: int, begin: int, end: int, seq_lens: Tensor | None) -> KeySlots:
+def key_pages_and_slots(page_table: Tensor, page_size: int, begin: int, end: int, seq_lens: Tensor | None) -> KeySlots:
     """Returns pages and slots of the keys [begin, end) of B requests. With `seq_lens` [B], keys past a request's end
     get page 0. page_table: [B, max_pages] int64."""
     token = torch.arange(begin, end, device=page_table.device)

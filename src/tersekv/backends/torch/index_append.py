@@ -9,12 +9,12 @@ from tersekv.formats import INDEX_BLOCK, index_format
 
 from .exact import without_autocast
 from .index_rows import (
-    layer_norm_fp64,
+    layer_norm_in_fp64_to_fp32,
     quantize_index_rows_to_codes_and_scales,
     rope_hadamard_and_validity_of_tokens,
     round_if_round16,
 )
-from .slots import scatter_rows, token_slots
+from .slots import scatter_rows, tokens_pages_and_slots_to_write
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -31,10 +31,12 @@ def run(call: Any, config: None) -> None:
         return
     x = call.k.float()
     if call.norm_weight is not None:
-        x = round_if_round16(call, layer_norm_fp64(x, call.norm_weight, call.norm_bias, call.epsilon), call.k.dtype)
+        x = round_if_round16(
+            call, layer_norm_in_fp64_to_fp32(x, call.norm_weight, call.norm_bias, call.epsilon), call.k.dtype
+        )
     x, known = rope_hadamard_and_validity_of_tokens(call, x, call.k.dtype)
     num_pages, page_size = call.k_cache.shape[:2]
-    slots = token_slots(call, num_pages, page_size, known)
+    slots = tokens_pages_and_slots_to_write(call, num_pages, page_size, known)
     if slots is None:
         return
     codes, scales = quantize_index_rows_to_codes_and_scales(x, index_format(call.format), INDEX_BLOCK)

@@ -14,7 +14,7 @@ from .rope import apply_rope, lookup_cos_sin_and_validity
 from .rotation import hadamard
 
 
-def layer_norm_fp64(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+def layer_norm_in_fp64_to_fp32(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     """Returns fp32 rows [..., D], normed: in fp64, rounded once."""
     y = x.double()
     y = y - y.mean(-1, keepdim=True)

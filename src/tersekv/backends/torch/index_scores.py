@@ -33,7 +33,7 @@ def configure(f: SimpleNamespace) -> None:
 
 @without_autocast
 def run(call: Any, config: None) -> None:
-    for group in iterate_rows_by_request_or_one_by_one(call):
+    for group in iterate_rows_by_request_on_cpu_else_singly(call):
         call.out[group.rows] = compute_scores_of_rows(call, group, call.out.shape[-1])
 
 
@@ -55,7 +55,7 @@ def request_and_position_of_rows(call: Any) -> tuple[Tensor, Tensor]:
     return request, torch.where(owned, position.clamp(min=-1), -1)
 
 
-def iterate_rows_by_request_or_one_by_one(call: Any) -> Iterator[Rows]:
+def iterate_rows_by_request_on_cpu_else_singly(call: Any) -> Iterator[Rows]:
     """Yields all rows: on a CPU request by request, checked; elsewhere one by one, so that the host reads no value."""
     request, position = request_and_position_of_rows(call)
     visible = (position + 1) // call.ratio
@@ -111,7 +111,7 @@ def compute_scores_of_rows(call: Any, request_rows: Rows, width: int) -> Tensor:
     key = torch.arange(room, device=q.device)
     table = call.page_table[request_rows.request, : -(-room // size)].to(torch.int64)[0]
     page = table[key // size].clamp(0, num_pages - 1)
-    s = _compute_qk(call, q, page, key % size)  # [n, Hi, keys]
+    s = _compute_qk_scaled_if_several_d_blocks(call, q, page, key % size)  # [n, Hi, keys]
     if call.relu:
         s = torch.relu(s)
     if call.weights is not None:
@@ -126,7 +126,7 @@ def compute_scores_of_rows(call: Any, request_rows: Rows, width: int) -> Tensor:
     return _max_of_key_blocks_ignoring_nan(s, seen[:, None] if call.each else seen, call.block, width)
 
 
-def _compute_qk(call: Any, q: Tensor, page: Tensor, slot: Tensor) -> Tensor:
+def _compute_qk_scaled_if_several_d_blocks(call: Any, q: Tensor, page: Tensor, slot: Tensor) -> Tensor:
     """Returns q · k [n, Hi, keys]; with a scale for each block of columns, times these."""
     codes = call.k_cache.view(torch.uint8) if call.k_cache.element_size() == 1 else call.k_cache
     k = codes[page, slot].view(call.k_cache.dtype).float()

@@ -6,8 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from .exact import without_autocast
-from .index_scores import compute_scores_of_rows, iterate_rows_by_request_or_one_by_one, request_and_position_of_rows
-from .index_topk import store_topk_columns_and_counts
+from .index_scores import (
+    compute_scores_of_rows,
+    iterate_rows_by_request_on_cpu_else_singly,
+    request_and_position_of_rows,
+)
+from .index_topk import store_ascending_topk_columns_and_counts
 
 MAX_SCORES = 1 << 26  # in memory at a time: 256 MB
 
@@ -26,13 +30,13 @@ def run(call: Any, config: None) -> None:
     is_open = (position + 1) % call.ratio > 0
     lines = call.q.shape[1] if call.each else 1
     step = max(MAX_SCORES // max(call.width * lines, 1), 1)
-    for group in iterate_rows_by_request_or_one_by_one(call):
+    for group in iterate_rows_by_request_on_cpu_else_singly(call):
         for start in range(group.rows.start, group.rows.stop, step):
             rows = slice(start, min(start + step, group.rows.stop))
             keys = group.visible[rows.start - group.rows.start : rows.stop - group.rows.start]
             scores = compute_scores_of_rows(call, group._replace(rows=rows, visible=keys), call.width)
             columns = -(-keys // call.block)
-            store_topk_columns_and_counts(
+            store_ascending_topk_columns_and_counts(
                 call, scores, columns.clamp(max=call.width), keys, is_open[rows] if call.open_group else None,
                 call.out[rows], call.out_lens[rows],
             )  # fmt: skip

@@ -28,23 +28,23 @@ def run(call: Any, config: None) -> None:
         column = starts[:, None] + torch.arange(width, device=scores.device)  # the rest is not visible
         column = column.clamp(max=width - 1).view(-1, *[1] * (scores.dim() - 2), width)
         scores, visible = scores.gather(-1, column.expand_as(scores)), (visible - starts).clamp(min=0)
-    store_topk_columns_and_counts(
+    store_ascending_topk_columns_and_counts(
         call, scores, visible, call.visible.to(torch.int64), call.open_group, call.out, call.out_lens
     )
 
 
-def store_topk_columns_and_counts(
-    call: Any, scores: Tensor, num_visible: Tensor, open_group: Tensor, has_open_group: Tensor | None, out: Tensor,
+def store_ascending_topk_columns_and_counts(
+    call: Any, scores: Tensor, num_visible: Tensor, group_to_append: Tensor, m_append: Tensor | None, out: Tensor,
     out_lens: Tensor | None,
 ) -> None:  # fmt: skip
     """Store the columns taken of scores [T, (Hi,) W] and how many they are.
 
     num_visible:  [T] columns that each row sees
-    open_group, has_open_group:  [T] the id that is appended, and where
+    group_to_append, m_append:  [T] the id that is appended behind the columns, and where
     """
     if scores.dim() == 3:
-        num_visible, open_group = num_visible[:, None], open_group[:, None]
-        has_open_group = None if has_open_group is None else has_open_group[:, None]
+        num_visible, group_to_append = num_visible[:, None], group_to_append[:, None]
+        m_append = None if m_append is None else m_append[:, None]
     column = torch.arange(scores.shape[-1], device=scores.device)
     last = min(call.keep_last, call.k)
     first = min(call.keep_first, call.k - last)
@@ -63,9 +63,9 @@ def store_topk_columns_and_counts(
     taken = torch.nn.functional.pad(taken, (0, room), value=scores.shape[-1])
     place = torch.arange(out.shape[-1], device=scores.device)
     taken = torch.where(place < count[..., None], taken, -1)
-    if has_open_group is not None:
-        taken = torch.where((place == count[..., None]) & has_open_group[..., None], open_group[..., None], taken)
-        count = count + has_open_group
+    if m_append is not None:
+        taken = torch.where((place == count[..., None]) & m_append[..., None], group_to_append[..., None], taken)
+        count = count + m_append
     out.copy_(taken)
     if out_lens is not None:
         out_lens.copy_(count)

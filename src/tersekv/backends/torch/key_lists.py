@@ -47,7 +47,7 @@ def listed_keys(call: Any, num_pages: int, page_size: int, name_prefix: str = ""
     room = call.page_table.shape[1] * page_size
     if call.seq_lens is None and may_read(used):
         _raise_at_first_wrong(f"{name_prefix}indices", f"positions below {room} (max_pages * S)", used, used >= room)
-    request, last = _request_and_position_of_rows(call, room)
+    request, last = _request_and_last_position_of_rows(call, room)
     last = last.view(-1, *[1] * (used.dim() - 1))
     # A block past the row's own position may stand for any number: no product before it is dropped.
     used = torch.where(used > last.div(call.block_size, rounding_mode="floor"), -1, used)
@@ -80,9 +80,9 @@ def _entries_with_padding_as_minus_one(call: Any) -> Tensor:
     return torch.where(torch.arange(x.shape[-1], device=x.device) < lens, x, -1)
 
 
-def _request_and_position_of_rows(call: Any, num_positions: int) -> tuple[Tensor, Tensor]:
+def _request_and_last_position_of_rows(call: Any, num_positions_if_no_lens: int) -> tuple[Tensor, Tensor]:
     """Returns the request of each row and its position there, [T] int64; position −1 for a row of no request. A second
-    set of keys has no lengths: rows see num_positions."""
+    set of keys has no lengths: rows see num_positions_if_no_lens."""
     count, row = call.page_table.shape[0], torch.arange(call.out.shape[0], device=call.out.device)
     if not count:
         return row * 0, row * 0 - 1
@@ -93,7 +93,7 @@ def _request_and_position_of_rows(call: Any, num_positions: int) -> tuple[Tensor
     request = (row[:, None] >= starts[None, 1:]).sum(1)
     known = request.clamp(max=count - 1)
     if call.seq_lens is None:
-        position = row * 0 + num_positions - 1
+        position = row * 0 + num_positions_if_no_lens - 1
     else:
         position = call.seq_lens.to(torch.int64)[known] - starts[known + 1] + row
     return known, torch.where((request < count) & (row >= starts[0]), position, -1)

@@ -16,8 +16,8 @@ from .quantize import (
     why_no_codec,
 )
 from .rope import apply_rope, lookup_cos_sin_and_validity
-from .rope_append import rope_scale_and_store_queries
-from .slots import scatter_rows, token_slots
+from .rope_append import store_roped_scaled_or_zero_queries
+from .slots import scatter_rows, tokens_pages_and_slots_to_write
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -36,9 +36,9 @@ def run(call: Any, config: None) -> None:
     if k_pe is not None and call.cos_sin_cache is not None:
         cos, sin, known = lookup_cos_sin_and_validity(call.cos_sin_cache, call.positions)
         k_pe = apply_rope(k_pe, cos, sin, call.interleaved)
-    rope_scale_and_store_queries(call, cos, sin, known)
+    store_roped_scaled_or_zero_queries(call, cos, sin, known)
     num_pages, page_size = call.ckv.shape[:2]
-    slots = token_slots(call, num_pages, page_size, known)
+    slots = tokens_pages_and_slots_to_write(call, num_pages, page_size, known)
     if slots is None:
         return
     f = latent_format(call.format)

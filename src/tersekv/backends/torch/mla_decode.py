@@ -23,7 +23,6 @@ from .exact import without_autocast
 from .gather import KeySlots, PagedRows, dequant_blocks
 from .key_lists import KeySet, attend_to_lists, listed_keys
 from .online_softmax import (
-    PagedSource,
     Results,
     attend_to_batch_keys,
     call_scale,
@@ -31,7 +30,7 @@ from .online_softmax import (
     rows_by_kv_head,
 )
 from .quantize import dequantize, why_no_codec
-from .requests import MaskAndSoftcap, request_batches, why_not_batch_invariant
+from .requests import MaskAndSoftcap, request_batches_on_cpu_else_one_batch, why_not_batch_invariant
 
 SUPPORTS = (BATCH_INVARIANCE, LISTS, LATENT_SINKS, TWO_SETS, LSE_OF_KEYS, MAX_LOGITS)
 
@@ -55,9 +54,9 @@ def run(call: Any, config: None) -> None:
         attend_to_lists(listed, call.sinks, 0.0, results, call.lse_of_keys)
         results.store_outputs_and_lses(call, call_scale(call, "out_scale"))
         return
-    source, kv_scale = _source(call), call_scale(call, "kv_scale")
+    source, kv_scale = LatentSource(call), call_scale(call, "kv_scale")
     q = _scaled_query(call)
-    for batch in request_batches(call, MaskAndSoftcap(), source.num_pages, source.page_size):
+    for batch in request_batches_on_cpu_else_one_batch(call, MaskAndSoftcap(), source.num_pages, source.page_size):
         state = attend_to_batch_keys([rows_by_kv_head(x, batch, 1) for x in q], source, batch, MaskAndSoftcap())
         if state is not None:
             results.store_batch_rows(batch, *finalize_to_out_and_lse(state, call.sinks, 1, call.lse_of_keys))
@@ -79,13 +78,9 @@ def _scaled_query(call: Any) -> list[Tensor]:
 
 def _listed(call: Any, of: str) -> KeySet:
     """Returns the listed keys of a set. of: what its arguments belong to."""
-    source = _source(call)
+    source = LatentSource(call)
     keys = listed_keys(call, source.num_pages, source.page_size, of)
     return KeySet(_scaled_query(call), source, keys, call_scale(call, "kv_scale"))
-
-
-def _source(call: Any) -> PagedSource:
-    return RecordSource(call) if latent_format(call.format).scale == UE8M0 else LatentSource(call)
 
 
 class LatentSource:
@@ -94,41 +89,23 @@ class LatentSource:
     heads = 1
 
     def __init__(self, call: Any) -> None:
-        self._ckv, self._kpe = (PagedRows(x.unsqueeze(2)) for x in (call.ckv, call.kpe))
-        self._rotary = call.kpe.shape[2] > 0
-        self._scales = None if call.ckv_scale_cache is None else PagedRows(call.ckv_scale_cache.unsqueeze(2))
-        self.num_pages, self.page_size = call.ckv.shape[:2]
-        self.widest = call.out.shape[2]
-        self._latents: Tensor | None = None
-
-    def keys(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
-        if self._scales is None:
-            self._latents = self._ckv.load(at)
-        else:
-            self._latents = dequant_blocks(self._ckv, self._scales, at)
-        return [self._latents, *([self._kpe.load(at)] if self._rotary else [])], None
-
-    def values(self, at: KeySlots) -> tuple[Tensor, Tensor | None]:
-        assert self._latents is not None
-        return self._latents, None
-
-
-class RecordSource:
-    """As `LatentSource`, of rows whose scales are exponents, and which have no rotary part."""
-
-    heads = 1
-
-    def __init__(self, call: Any) -> None:
         self._format = latent_format(call.format)
-        self._codes, self._scales = call.ckv.view(torch.uint8), call.ckv_scale_cache  # some devices cannot index fp8
+        self._ckv, self._kpe, self._scales = call.ckv, call.kpe, call.ckv_scale_cache
         self.num_pages, self.page_size = call.ckv.shape[:2]
         self.widest = call.out.shape[2]
         self._latents: Tensor | None = None
 
     def keys(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
-        rows = self._codes[at.pages, at.slots], self._scales[at.pages, at.slots]
-        self._latents = dequantize(*rows, self._format)
-        return [self._latents], None
+        if self._format.scale == UE8M0:  # rows of bytes, the rotary part among them
+            codes = self._ckv.view(torch.uint8)[at.pages, at.slots]  # some devices cannot index fp8
+            self._latents = dequantize(codes, self._scales[at.pages, at.slots], self._format)
+            return [self._latents], None
+        ckv = PagedRows(self._ckv.unsqueeze(2))
+        if self._scales is None:
+            self._latents = ckv.load(at)
+        else:
+            self._latents = dequant_blocks(ckv, PagedRows(self._scales.unsqueeze(2)), at)
+        return [self._latents, *([PagedRows(self._kpe.unsqueeze(2)).load(at)] if self._kpe.shape[2] else [])], None
 
     def values(self, at: KeySlots) -> tuple[Tensor, Tensor | None]:
         assert self._latents is not None

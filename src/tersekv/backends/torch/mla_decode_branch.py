@@ -12,7 +12,11 @@ from tersekv.formats import latent_format
 from . import mla_decode, mla_project
 from .exact import without_autocast
 from .mla_latents import checked_page_and_slot
-from .mla_prefill import new_token_slots, request_and_index_of_rows, rope_queries_and_store_new_latents
+from .mla_prefill import (
+    positions_and_slots_of_new_tokens,
+    request_and_index_of_rows,
+    store_roped_queries_and_new_latents,
+)
 from .quantize import why_no_codec
 
 
@@ -38,9 +42,9 @@ def run(call: Any, config: None) -> None:
     q_nope, latents = q.new_empty(tokens, heads, rank), q.new_empty(tokens, heads, rank)
     given = call._asdict() | {"cu_seqlens_q": torch.tensor(starts, device=device)}
     given = SimpleNamespace(**given, q_pe_out=q_pe, seq_lens_out=lens)
-    new = new_token_slots(given, starts)
-    check_cache_lens(given)
-    rope_queries_and_store_new_latents(given, starts, new)
+    new = positions_and_slots_of_new_tokens(given, starts)
+    check_max_q_len_and_pages_of_tokens(given)
+    store_roped_queries_and_new_latents(given, starts, new)
     x = q[..., : dq - rope]
     mla_project.run(SimpleNamespace(x=x, weight=call.w_uk, weight_scale=call.w_uk_scale, out=q_nope), None)
     given = call._asdict() | {"out": latents, "lse": None, "out_scale": 1.0, "out_scale_t": None}
@@ -49,7 +53,7 @@ def run(call: Any, config: None) -> None:
     mla_project.run(SimpleNamespace(x=latents, weight=call.w_uv, weight_scale=call.w_uv_scale, out=call.out), None)
 
 
-def check_cache_lens(call: Any) -> None:
+def check_max_q_len_and_pages_of_tokens(call: Any) -> None:
     """Raise ValueError for a request with more than max_q_len new tokens, or with new tokens and a token outside the
     page table or the cache: before anything is written."""
     new = call.cu_seqlens_q.diff().to(torch.int64)

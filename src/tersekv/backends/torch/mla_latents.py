@@ -63,7 +63,7 @@ def load_and_dequantize_latents(
     return dequantize(codes, stored, f, scale), rotary * scale if f.scale == TENSOR else rotary
 
 
-def quantize_latents_by_128_columns(latent: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_gemm_input_by_128_columns(latent: Tensor) -> tuple[Tensor, Tensor]:
     """Returns e4m3 codes [..., L] and scales [..., L/128] of rows: scale = min(amax, 1200) / 448 of 128 columns,
     code = e4m3(x · (1 / scale)), saturating; 0 where the scale is 0. A NaN becomes 0x7F and leaves the scale alone.
     """

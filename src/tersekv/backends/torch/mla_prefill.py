@@ -21,7 +21,7 @@ from .mla_latents import (
     checked_page_and_slot,
     load_and_dequantize_latents,
     quantize_and_store_latents,
-    quantize_latents_by_128_columns,
+    quantize_gemm_input_by_128_columns,
     rms_norm,
 )
 from .quantize import why_no_codec
@@ -41,13 +41,13 @@ def configure(f: SimpleNamespace) -> None:
 @without_autocast
 def run(call: Any, config: None) -> None:
     cu_seqlens_q = call.cu_seqlens_q.tolist()
-    new = new_token_slots(call, cu_seqlens_q)
-    chunks = [(i, chunk_slots(call, i, n)) for i, n in enumerate(call.buffer_lengths) if n]
-    rope_queries_and_store_new_latents(call, cu_seqlens_q, new)
+    new = positions_and_slots_of_new_tokens(call, cu_seqlens_q)
+    chunks = [(i, positions_and_slots_of_chunk(call, i, n)) for i, n in enumerate(call.buffer_lengths) if n]
+    store_roped_queries_and_new_latents(call, cu_seqlens_q, new)
     out = torch.zeros(call.out.shape, dtype=torch.float32, device=call.out.device)
     lse = torch.full(out.shape[:2], -torch.inf, dtype=torch.float32, device=out.device)
     for chunk, slots in chunks:
-        _merge_attention_to_chunk(call, chunk, slots, cu_seqlens_q, out, lse)
+        _merge_causal_attention_to_chunk(call, chunk, slots, cu_seqlens_q, out, lse)
     call.out.copy_(out)
     if call.lse is not None:
         call.lse.copy_(lse)
@@ -61,7 +61,7 @@ class RowSlots(NamedTuple):
     first: list[int]  # [B + 1] first row of each request
 
 
-def new_token_slots(call: Any, cu_seqlens_q: list[int]) -> RowSlots:
+def positions_and_slots_of_new_tokens(call: Any, cu_seqlens_q: list[int]) -> RowSlots:
     """Returns pages and slots of the new tokens. Raises ValueError for one outside the cache or freqs_cis."""
     if cu_seqlens_q != sorted(cu_seqlens_q) or cu_seqlens_q[0] < 0 or cu_seqlens_q[-1] > call.q.shape[0]:
         raise ValueError(f"cu_seqlens_q: want rows in [0, {call.q.shape[0]}] that never fall, got {cu_seqlens_q}")
@@ -77,9 +77,9 @@ def new_token_slots(call: Any, cu_seqlens_q: list[int]) -> RowSlots:
     return RowSlots(position, at, cu_seqlens_q)
 
 
-def rope_queries_and_store_new_latents(call: Any, cu_seqlens_q: list[int], new_slots: RowSlots | None = None) -> None:
+def store_roped_queries_and_new_latents(call: Any, cu_seqlens_q: list[int], new_slots: RowSlots | None = None) -> None:
     """Rotate q; store the new tokens' rotated k_pe and normed latents. Not idempotent."""
-    position, at, _ = new_token_slots(call, cu_seqlens_q) if new_slots is None else new_slots
+    position, at, _ = positions_and_slots_of_new_tokens(call, cu_seqlens_q) if new_slots is None else new_slots
     rows = slice(cu_seqlens_q[0], cu_seqlens_q[-1])
     kv_c = call.ckv[at] if call.kv_c is None else call.kv_c[rows]
     k_pe = kv_c[:, :0]
@@ -98,7 +98,7 @@ def rope_queries_and_store_new_latents(call: Any, cu_seqlens_q: list[int], new_s
     )  # fmt: skip
 
 
-def chunk_slots(call: Any, i_chunk: int, max_rows: int) -> RowSlots:
+def positions_and_slots_of_chunk(call: Any, i_chunk: int, max_rows: int) -> RowSlots:
     """Returns pages and slots of a chunk's tokens. Raises ValueError for one outside the cache."""
     rows = [min(row, max_rows) for row in call.buffer_row_offsets[i_chunk].tolist()]
     if rows != sorted(rows):
@@ -122,7 +122,7 @@ def chunk_slots(call: Any, i_chunk: int, max_rows: int) -> RowSlots:
 
 def gather_latents(call: Any, i_chunk: int, max_rows: int) -> tuple[Tensor, Tensor, list[int]]:
     """Returns dequantized latents [M, L], rotary parts [M, R] and the requests' first rows [B + 1] of a chunk."""
-    slots = chunk_slots(call, i_chunk, max_rows)
+    slots = positions_and_slots_of_chunk(call, i_chunk, max_rows)
     return *_load_dequantized_latents(call, slots), slots.first
 
 
@@ -183,7 +183,7 @@ def merge_partial_in_place(out: Tensor, lse: Tensor, partial_o: Tensor, partial_
     lse.copy_(total)
 
 
-def _merge_attention_to_chunk(
+def _merge_causal_attention_to_chunk(
     call: Any, i_chunk: int, slots: RowSlots, cu_seqlens_q: list[int], out: Tensor, lse: Tensor
 ) -> None:
     """Merge the attention over one chunk's rows into (out, lse)."""
@@ -194,7 +194,7 @@ def _merge_attention_to_chunk(
     if call.kv_b_proj_scale is None:
         latent = latent.to(dtype)
     else:
-        latent, scales = quantize_latents_by_128_columns(latent)
+        latent, scales = quantize_gemm_input_by_128_columns(latent)
         weight_scales = call.kv_b_proj_scale.repeat_interleave(LATENT_GROUP, 0)
     k_pe = k_pe.to(dtype).to(torch.float32)
     cached, first = call.cache_lens.tolist(), call.cache_offsets[i_chunk].tolist()

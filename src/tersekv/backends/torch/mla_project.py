@@ -11,7 +11,7 @@ from torch import Tensor
 from tersekv.formats import LATENT_GROUP
 
 from .exact import without_autocast
-from .mla_latents import quantize_latents_by_128_columns
+from .mla_latents import quantize_gemm_input_by_128_columns
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -33,7 +33,7 @@ def run(call: Any, config: None) -> None:
 
 def _blockwise_scaled_matmul(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """Returns x [H, T, K] × weight [H, N, K] → [H, T, N] fp32, summed over blocks of 128 columns in order."""
-    codes, scale = quantize_latents_by_128_columns(x)
+    codes, scale = quantize_gemm_input_by_128_columns(x)
     out = x.new_zeros((*x.shape[:2], weight.shape[1]), dtype=torch.float32)
     per_row = weight_scale.repeat_interleave(LATENT_GROUP, 1)
     for group in range(scale.shape[-1]):

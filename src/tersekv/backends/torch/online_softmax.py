@@ -13,7 +13,7 @@ from torch import Tensor
 from tersekv.formats import FP8
 
 from .codes import may_read
-from .gather import KeySlots, key_slots
+from .gather import KeySlots, key_pages_and_slots
 from .requests import Batch, MaskAndSoftcap, visible_keys_mask
 
 _ELEMENTS = 1 << 22  # most elements of a chunk's keys in fp32
@@ -59,9 +59,9 @@ class Results:
         self.out.index_copy_(0, t, _heads_by_row(out, b, q))
         self.lse.index_copy_(0, t, _heads_by_row(lse[..., None], b, q)[..., 0])
 
-    def store_outputs_and_lses(self, call: Any, out_scale: float | Tensor) -> None:
-        """Store outputs × out_scale in call.out, cast to its dtype (fp8 saturates, NaN stays NaN), and the LSEs."""
-        x = self.out[:-1] * out_scale
+    def store_outputs_and_lses(self, call: Any, out_multiplier: float | Tensor) -> None:
+        """Store outputs × out_multiplier in call.out, in its dtype (fp8 saturates, NaN stays NaN), and the LSEs."""
+        x = self.out[:-1] * out_multiplier
         if call.out.dtype in FP8:
             largest = torch.finfo(call.out.dtype).max
             x = x.clamp_(-largest, largest)
@@ -107,7 +107,9 @@ def attend_to_batch_keys(
     chunk = max(_MIN_CHUNK, _ELEMENTS // (groups * max(source.widest, m)))
     for begin in range(batch.start, batch.stop, chunk):
         end = min(begin + chunk, batch.stop)
-        at = key_slots(batch.table, source.page_size, begin, end, None if may_read(q_scaled[0]) else batch.seq_lens)
+        at = key_pages_and_slots(
+            batch.table, source.page_size, begin, end, None if may_read(q_scaled[0]) else batch.seq_lens
+        )
         softmax_state = _online_softmax_step(
             q_scaled,
             source,
@@ -158,18 +160,18 @@ def _online_softmax_step(
     return SoftmaxState(top, total.addcmul_(softmax_state.total, old), acc.addcmul_(softmax_state.acc, old))
 
 
-def _mask_scores(x: Tensor, visible: Tensor, heads: int, value: float) -> None:
+def _mask_scores(x: Tensor, visible: Tensor, num_kv_heads: int, value: float) -> None:
     """Fill entries of x [B * H, Q * G, C] where `visible` [B, Q, C] is False."""
     b, q, c = visible.shape
-    x.view(b, heads, q, -1, c).masked_fill_(~visible[:, None, :, None], value)
+    x.view(b, num_kv_heads, q, -1, c).masked_fill_(~visible[:, None, :, None], value)
 
 
-def _multiply_pv_without_masked_values(p: Tensor, values: Tensor, visible: Tensor, heads: int) -> Tensor:
+def _multiply_pv_without_masked_values(p: Tensor, values: Tensor, visible: Tensor, num_kv_heads: int) -> Tensor:
     """Returns p [B * H, Q * G, C] × values [B * H, C, Dv]; masked values count as 0, even if NaN."""
     if may_read(values) and values.sum().isfinite():
         return torch.bmm(p, values)
     b, drafts, c = visible.shape
-    p, values = p.view(b, heads, drafts, -1, c), values.view(b, heads, c, -1)
+    p, values = p.view(b, num_kv_heads, drafts, -1, c), values.view(b, num_kv_heads, c, -1)
     rows = [p[:, :, i] @ values.masked_fill(~visible[:, None, i, :, None], 0.0) for i in range(drafts)]
     return torch.stack(rows, 2).flatten(0, 1).flatten(1, 2)
 

@@ -60,7 +60,7 @@ def as_quantizer_input(x: Tensor) -> Tensor:
 def quantize_to_codes_and_scales(
     x: Tensor,
     f: KVFormat,
-    multiplier: float,
+    multiplier_if_no_scale_t: float,
     scale_t: Tensor | None,
     scale_t_multiplies: bool,
     widen_int4_range_to_0: bool = True,
@@ -70,9 +70,8 @@ def quantize_to_codes_and_scales(
     if x.dtype in FP8:
         return x, None
     global_scale = None if scale_t is None or scale_t_multiplies else scale_t[:, None]
-    return quantize_rows(
-        x, f, quantizing_multiplier(multiplier, scale_t, scale_t_multiplies), global_scale, widen_int4_range_to_0
-    )
+    multiplier = quantizing_multiplier(multiplier_if_no_scale_t, scale_t, scale_t_multiplies)
+    return quantize_rows(x, f, multiplier, global_scale, widen_int4_range_to_0)
 
 
 def quantize_rows(
@@ -129,10 +128,10 @@ def dequantize(codes: Tensor, scales: Tensor | None, f: KVFormat, scale: Scale =
     return x * scale
 
 
-def quantizing_multiplier(scale: float, scale_t: Tensor | None, scale_t_multiplies: bool) -> Scale:
+def quantizing_multiplier(multiplier_if_no_scale_t: float, scale_t: Tensor | None, scale_t_multiplies: bool) -> Scale:
     """Returns the multiplier of rows: the float, or the tensor ([n] → [n, 1]), inverted unless `scale_t_multiplies`."""
     if scale_t is None:
-        return scale
+        return multiplier_if_no_scale_t
     return (scale_t if scale_t_multiplies else reciprocal(scale_t))[:, None]
 
 

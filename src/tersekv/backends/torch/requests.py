@@ -41,7 +41,7 @@ def why_not_batch_invariant(f: Any) -> str | None:
     return f"takes the requests of a call together on {f.device.type}, which is no batch invariance"
 
 
-def request_batches(
+def request_batches_on_cpu_else_one_batch(
     call: Any, mask_and_softcap: MaskAndSoftcap, num_pages: int, page_size: int, *, new_rows_not_in_pages: bool = False
 ) -> Iterator[Batch]:
     """Yields the requests of a call, one by one on a CPU (empty ones left out), in one batch elsewhere.
@@ -53,20 +53,20 @@ def request_batches(
         return
     if not may_read(call.seq_lens):
         if num_pages or new_rows_not_in_pages:
-            yield _all_requests_batch(call, page_size)
+            yield _all_requests_batch_without_host_reads(call, page_size)
         return
     q_len, one_by_one = call.max_q_len, getattr(call, "prefill_invariant", False)
     starts = [q_len * b for b in range(count + 1)] if call.cu_seqlens_q is None else call.cu_seqlens_q.tolist()
     for b, n in enumerate(call.seq_lens.tolist()):
         if n > 0 and starts[b + 1] > starts[b]:
-            batch = _single_request_batch(
+            batch = _single_request_batch_from_host_lengths(
                 call, b, n, starts[b], starts[b + 1], mask_and_softcap, page_size, new_rows_not_in_pages
             )
             _check_page_ids(batch.table[:, batch.start // page_size :], b, num_pages)
             yield from _single_row_batches(batch, mask_and_softcap, page_size) if one_by_one else (batch,)
 
 
-def _single_request_batch(
+def _single_request_batch_from_host_lengths(
     call: Any,
     b: int,
     num_keys: int,
@@ -110,7 +110,7 @@ def _check_page_ids(ids: Tensor, b: int, num_pages: int) -> None:
         raise ValueError(f"page_table: want page ids in [0, {num_pages}), got {int(ids[bad][0])} at request {b}")
 
 
-def _all_requests_batch(call: Any, page_size: int) -> Batch:
+def _all_requests_batch_without_host_reads(call: Any, page_size: int) -> Batch:
     t, count = call.out.shape[0], call.seq_lens.shape[0]
     device = call.out.device
     seq_lens = call.seq_lens.to(torch.int64)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tersekv.formats import CHANNELS, PAIRS, ROTATION
 
-from .append import quantize_and_scatter_kv, why_no_codec_pair
+from .append import rotate_quantize_and_scatter_kv, why_no_codec_pair
 from .exact import without_autocast
 from .quantize import cast_rounded, quantizing_multiplier
 from .rope import apply_rope, lookup_cos_sin_and_validity
-from .slots import skipped_tokens, token_slots
+from .slots import skipped_tokens, tokens_pages_and_slots_to_write
 
 SUPPORTS = (PAIRS, ROTATION, CHANNELS)
 
@@ -32,18 +32,18 @@ def run(call: Any, config: None) -> None:
     if call.k_rope.shape[0] == 0:
         return
     cos, sin, known = lookup_cos_sin_and_validity(call.cos_sin_cache, call.positions)
-    rope_scale_and_store_queries(call, cos, sin, known)
+    store_roped_scaled_or_zero_queries(call, cos, sin, known)
     num_pages, page_size = call.k_cache.shape[:2]
-    slots = token_slots(call, num_pages, page_size, known)
+    slots = tokens_pages_and_slots_to_write(call, num_pages, page_size, known)
     if slots is None:
         return
     k = apply_rope(call.k_rope.to(torch.float32), cos, sin, call.interleaved)
     if call.k_nope is not None:
         k = torch.cat((k, call.k_nope.to(torch.float32)), -1)
-    quantize_and_scatter_kv(call, k, call.v.to(torch.float32), slots)
+    rotate_quantize_and_scatter_kv(call, k, call.v.to(torch.float32), slots)
 
 
-def rope_scale_and_store_queries(
+def store_roped_scaled_or_zero_queries(
     call: Any, cos: Tensor | None, sin: Tensor | None, has_position: Tensor | None
 ) -> None:
     """Store q_rope_out and q_nope_out of `call`: rotated (the former), scaled, cast.

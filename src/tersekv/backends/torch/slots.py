@@ -13,14 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class TokenSlots(NamedTuple):
+class TokensPagesAndSlots(NamedTuple):
     token: Tensor  # [T] int64: the token whose row is written
     page: Tensor  # [T] int64
-    entry: Tensor  # [T] int64
-    some: Tensor  # [] bool: any token is written
+    slot: Tensor  # [T] int64
+    any_written: Tensor  # [] bool
 
 
-def token_slots(call: Any, num_pages: int, page_size: int, keep: Tensor | None = None) -> TokenSlots | None:
+def tokens_pages_and_slots_to_write(
+    call: Any, num_pages: int, page_size: int, keep: Tensor | None = None
+) -> TokensPagesAndSlots | None:
     """Returns the slot of each token of an append call, by slot_mapping or kv_indices; None: the cache has no slots.
 
     A token is dropped if its index is negative, its slot lies outside the cache or its request, or `keep` [T] bool is
@@ -35,9 +37,9 @@ def token_slots(call: Any, num_pages: int, page_size: int, keep: Tensor | None =
     live = live & _is_last_occurrence(torch.where(live, slot, -1))
     first = live.to(torch.uint8).argmax()
     token = torch.where(live, torch.arange(live.numel(), device=live.device), first)
-    some = live.any()
-    slot = torch.where(some, slot[token], 0)
-    return TokenSlots(token, slot // page_size, slot % page_size, some)
+    any_written = live.any()
+    slot = torch.where(any_written, slot[token], 0)
+    return TokensPagesAndSlots(token, slot // page_size, slot % page_size, any_written)
 
 
 def flat_slots(call: Any, num_pages: int, page_size: int) -> Tensor:
@@ -64,12 +66,12 @@ def skipped_tokens(call: Any) -> Tensor:
     return index.to(torch.int64) < 0
 
 
-def scatter_rows(cache: Tensor, rows: Tensor, slots: TokenSlots) -> None:
+def scatter_rows(cache: Tensor, rows: Tensor, tokens_pages_and_slots: TokensPagesAndSlots) -> None:
     """Store rows [T, ...] in cache [P, S, ...] of any strides."""
     if cache.element_size() == 1:  # some devices cannot index fp8
         cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
-    old = cache[slots.page, slots.entry]
-    cache[slots.page, slots.entry] = torch.where(slots.some, rows[slots.token], old)
+    token, page, slot, any_written = tokens_pages_and_slots
+    cache[page, slot] = torch.where(any_written, rows[token], cache[page, slot])
 
 
 def _is_last_occurrence(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from tersekv.formats import ALL_FORMATS, CHANNELS, PAIRS, ROTATION
 from . import rotation
 from .exact import without_autocast
 from .quantize import dequantize, quantize_rows, reciprocal, why_no_codec
-from .slots import TokenSlots, scatter_rows, token_slots
+from .slots import TokensPagesAndSlots, scatter_rows, tokens_pages_and_slots_to_write
 
 SUPPORTS = (PAIRS, ROTATION, CHANNELS)
 _CHUNK = 4096  # tokens that lie in fp32 at a time
@@ -37,7 +37,7 @@ def run(call: Any, config: None) -> None:
     for first in range(0, call.num_tokens, _CHUNK):
         token = torch.arange(first, min(first + _CHUNK, call.num_tokens), device=call.src_k.device)
         page, entry, live = _source_pages_slots_and_validity(call, token)
-        slots = _target_token_slots(call, token, live)
+        slots = _target_tokens_pages_and_slots(call, token, live)
         for side in ("k", "v"):
             _transcode_k_or_v(call, side, page, entry, slots)
 
@@ -52,17 +52,19 @@ def _source_pages_slots_and_validity(call: Any, token: Tensor) -> tuple[Tensor, 
     return torch.where(live, page, 0), token % size, live
 
 
-def _target_token_slots(call: Any, token: Tensor, live: Tensor) -> TokenSlots:
+def _target_tokens_pages_and_slots(call: Any, token: Tensor, has_source: Tensor) -> TokensPagesAndSlots:
     num_pages, size = call.k_cache.shape[:2]
     page = call.dst_pages.to(torch.int64)[token // size]
-    live = live & (page >= 0) & (page < num_pages)
+    live = has_source & (page >= 0) & (page < num_pages)
     slot = torch.where(live, page, 0) * size + token % size
-    slots = token_slots(SimpleNamespace(slot_mapping=torch.where(live, slot, -1)), num_pages, size)
+    slots = tokens_pages_and_slots_to_write(SimpleNamespace(slot_mapping=torch.where(live, slot, -1)), num_pages, size)
     assert slots is not None  # the cache has pages
     return slots
 
 
-def _transcode_k_or_v(call: Any, side: str, src_page: Tensor, src_slot: Tensor, dst_slots: TokenSlots) -> None:
+def _transcode_k_or_v(
+    call: Any, side: str, src_page: Tensor, src_slot: Tensor, dst_tokens_pages_and_slots: TokensPagesAndSlots
+) -> None:
     """Store K or V of the tokens."""
     src, dst = (ALL_FORMATS[name] for name in _formats(call, side))
     cache, scale_cache = getattr(call, f"{side}_cache"), getattr(call, f"{side}_scale_cache")
@@ -85,9 +87,9 @@ def _transcode_k_or_v(call: Any, side: str, src_page: Tensor, src_slot: Tensor, 
         new_codes = _keep_equal_rows(same, codes, new_codes)
         if stored is not None and new_stored is not None:
             new_stored = _keep_equal_rows(same, stored, new_stored)
-    scatter_rows(cache, new_codes, dst_slots)
+    scatter_rows(cache, new_codes, dst_tokens_pages_and_slots)
     if new_stored is not None:
-        scatter_rows(scale_cache, new_stored, dst_slots)
+        scatter_rows(scale_cache, new_stored, dst_tokens_pages_and_slots)
 
 
 def _formats(call: Any, side: str) -> tuple[str, str]:

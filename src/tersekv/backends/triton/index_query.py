@@ -12,11 +12,11 @@ from ..host import launch, row_programs
 from ..host.bind import BYTES, BoundLaunches, KernelLaunch, LaunchSequence, tensor_args
 from .parts.index_rows import INDEX, cast_index_rows, encode_index_fp8_codes_and_scales, load_index_rows
 from .parts.token_rows import (
+    clamped_token_and_head_of_rows,
     cos_sin_row_ptr_and_mask,
     load_rope_position,
     row_offsets,
     store_rows,
-    token_and_head_of_rows,
     unique_rows_mask,
 )
 
@@ -35,7 +35,7 @@ def index_query_kernel(
     FORMAT: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr,
 ):  # fmt: skip
     """Handles one block of rows [tokens, H]."""
-    token, head = token_and_head_of_rows(tl.program_id(0), num_tokens, H, ROWS)
+    token, head = clamped_token_and_head_of_rows(tl.program_id(0), num_tokens, H, ROWS)
     p_cos_sin_row, has_position = None, None
     if p_cos_sin is not None:
         rope_args = (p_cos_sin, p_positions, max_pos, stride_cos_sin)

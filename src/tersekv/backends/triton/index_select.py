@@ -9,7 +9,7 @@ from typing import Any
 from ..host.bind import WORKSPACE, BoundLaunches, HostAction, KernelLaunch, LaunchSequence, TensorArg, Workspace
 from ..host.kernel_config import KernelConfig
 from .parts.index_scores import index_score_launch, request_search_args, request_search_constants, why_not_scores
-from .parts.index_topk import candidate_slices, index_topk_launches, num_and_max_per_split_of_rounds
+from .parts.index_topk import candidate_slices, index_topk_launches, num_candidates_and_max_per_split_by_round
 
 MAX_SCORES = 1 << 26  # of the workspace, with what is taken of them: 256 MB
 _MAX_CACHED_BYTES = 64 << 20  # a workspace that is kept between calls
@@ -36,7 +36,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence | HostAction:
         return HostAction(_fill_empty_selection)
     lines = f.q.shape[1] if f.each else 1
     num_rows, width = f.out.shape[0], f.width if f.page_table.shape[1] and f.k_cache.shape[0] else 0
-    words = lines * (width + 2 * sum(n for n, _ in num_and_max_per_split_of_rounds(width, f.k)))
+    words = lines * (width + 2 * sum(n for n, _ in num_candidates_and_max_per_split_by_round(width, f.k)))
     step = max(1, min(num_rows, MAX_SCORES // max(words, 1)))
     scores, strides = TensorArg(WORKSPACE), (width * lines, width)
     arguments = request_search_args(f) | {

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..host import launch
 from ..host.bind import BoundLaunches, LaunchSequence, TensorArg, Workspace, tensor_args
-from .parts.index_topk import candidate_slices, index_topk_launches, num_and_max_per_split_of_rounds
+from .parts.index_topk import candidate_slices, index_topk_launches, num_candidates_and_max_per_split_by_round
 
 _MAX_WORDS = 1 << 24  # of the workspace: 64 MB
 
@@ -26,7 +26,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     }  # fmt: skip
     strides = f.scores.stride[0], f.scores.stride[1] if len(f.scores.shape) == 3 else 0
     num_rows, width, lines = f.out.shape[0], f.scores.shape[-1], f.out.shape[1] if len(f.out.shape) == 3 else 1
-    words = 2 * lines * sum(n for n, _ in num_and_max_per_split_of_rounds(width, f.k))
+    words = 2 * lines * sum(n for n, _ in num_candidates_and_max_per_split_by_round(width, f.k))
     step = max(1, min(num_rows, _MAX_WORDS // max(words, 1)))
     launches = [
         x

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..host import launch, row_programs
 from ..host.bind import BoundLaunches, KernelLaunch, LaunchSequence, tensor_args
-from .parts.token_rows import row_offsets, store_rows, token_and_head_of_rows, unique_rows_mask
+from .parts.token_rows import clamped_token_and_head_of_rows, row_offsets, store_rows, unique_rows_mask
 
 _TENSOR_ARGS = tensor_args(p_outs="outs", p_lses="lses", p_out="out", p_lse="lse")
 MAX_UNROLLED_STATES = 8  # states; more run in a dynamic loop, so that their number compiles no new kernel
@@ -23,7 +23,7 @@ def merge_states_kernel(
     STRIDE_UNIT: tl.constexpr,
 ):  # fmt: skip
     """Merges one block of rows. STATIC_NUM_STATES_OR_0: number of states, or 0 to read it from `num_states`."""
-    token, head = token_and_head_of_rows(tl.program_id(0), num_tokens, H, ROWS)
+    token, head = clamped_token_and_head_of_rows(tl.program_id(0), num_tokens, H, ROWS)
     if STATIC_NUM_STATES_OR_0 > 0:
         num_states = STATIC_NUM_STATES_OR_0
     c = tl.arange(0, D_PAD)[None, :]

@@ -20,9 +20,9 @@ from ..host.bind import BYTES, BoundLaunches, KernelLaunch, LaunchSequence, tens
 from .parts.dequant import BF16, E2M1, E4M3, E5M2, FP16, INT4, INT8, e4m3_bytes_to_fp16
 from .parts.hadamard import blockwise_hadamard_unnormalized
 from .parts.int4_rows import (
-    decode_32bit_words,
-    hadamard_of_row_tiles,
+    decode_32bit_words_of_8_or_16bit_codes,
     load_rows_as_32bit_words,
+    normalized_hadamard_of_row_tiles,
     quantize_and_store_int4_tiles,
     row_min_max_of_tiles,
     row_min_max_of_words,
@@ -30,7 +30,7 @@ from .parts.int4_rows import (
 )
 from .parts.nvfp4_rows import quantize_and_store_nvfp4_tiles
 from .parts.quant import BLOCK, GROUP, TENSOR, TOKEN_HEAD, ZERO_POINT, quantize_and_store, reciprocal_rn, store_codes
-from .parts.token_rows import cache_row_offsets, interleave_pairs, token_and_head_of_rows
+from .parts.token_rows import cache_row_offsets, clamped_token_and_head_of_rows, interleave_pairs
 
 SUPPORTS = (PAIRS, ROTATION, CHANNELS)
 _SIDES = ("k", "v")
@@ -223,7 +223,7 @@ def load_dequantized_tiles_and_row_min_max(
     words = load_rows_as_32bit_words(p_src, o_src, m_live, D // PACK, THREADS_PER_ROW)
     if p_dst_signs is not None:
         words ^= xor_words_of_signs(p_dst_signs, D // PACK, PACK)
-    tiles = decode_32bit_words(words, FORMAT, NATIVE_E4M3, USE_PTX)
+    tiles = decode_32bit_words_of_8_or_16bit_codes(words, FORMAT, NATIVE_E4M3, USE_PTX)
     IN_16_BITS: tl.constexpr = FORMAT.CODE == BF16 or FORMAT.CODE == FP16 or (FORMAT.CODE == E4M3 and NATIVE_E4M3)
     RANGE_OF_WORDS: tl.constexpr = USE_PTX and IN_16_BITS and p_dst_signs is None
     if RANGE_OF_WORDS:
@@ -240,7 +240,7 @@ def load_dequantized_tiles_and_row_min_max(
         if RANGE_OF_WORDS:  # rounding keeps the order, and a scale below 0 turns it
             row_min, row_max = row_min_max_of_tiles((row_min[:, None] * factor, row_max[:, None] * factor))
     if p_dst_signs is not None:
-        tiles = hadamard_of_row_tiles(tiles)
+        tiles = normalized_hadamard_of_row_tiles(tiles)
     if not RANGE_OF_WORDS:
         row_min, row_max = row_min_max_of_tiles(tiles)
     return tiles, (row_min, row_max)
@@ -263,7 +263,7 @@ def transcode_rows(
     """
     max_tokens, p_num_tokens = token_count_args
     p_src_page_table, p_dst_page_table, num_src_pages, num_dst_pages = page_args
-    token, head = token_and_head_of_rows(i_block, max_tokens, H, ROWS)
+    token, head = clamped_token_and_head_of_rows(i_block, max_tokens, H, ROWS)
     live = token < (max_tokens if p_num_tokens is None else tl.load(p_num_tokens).to(tl.int64))
     src_page, src_slot, live = load_page_slot_and_validity(token, p_src_page_table, num_src_pages, live, SRC_PAGE)
     dst_page, dst_slot, live = load_page_slot_and_validity(token, p_dst_page_table, num_dst_pages, live, DST_PAGE)

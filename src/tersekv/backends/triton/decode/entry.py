@@ -33,7 +33,7 @@ from ...host.bind import (
 )
 from ...host.kernel_config import KernelConfig
 from ...host.key_lists import NO_LISTS, KeyListConfig, facts_with_rows_as_requests, key_list_args, key_list_config
-from ..parts.combine import combine_batch_invariant_kernel, combine_kernel
+from ..parts.combine import combine_batch_invariant_kernel, combine_by_split_metadata_kernel
 from ..parts.kv_cache_args import (
     StoredRowFormat,
     cache_stride_args,
@@ -157,7 +157,8 @@ def configure(f: SimpleNamespace) -> Config:
         f, first,
         # It reads no lengths: else every BLOCK_B would compile another.
         KernelLaunch(
-            combine_kernel, (num_programs, merge_rows), combine | {"cfg": replace(cfg, BLOCK_B=0)}, num_warps=4
+            combine_by_split_metadata_kernel, (num_programs, merge_rows), combine | {"cfg": replace(cfg, BLOCK_B=0)},
+            num_warps=4,
         ),
         num_programs * (2 * cfg.BLOCK_M * cfg.PARTIAL_COLUMNS + METADATA_FIELDS.value),
     ))  # fmt: skip

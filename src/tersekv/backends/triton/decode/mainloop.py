@@ -6,16 +6,16 @@ import triton.language as tl
 
 from ..parts.dequant import (
     INT4,
-    dequant_packed,
+    approx_log2_and_reciprocal,
+    dequant_packed_16bit_words,
+    dequant_tile_power_of_2_factor,
     e4m3_bytes_to_fp16,
-    expand_block_scales,
+    expand_e4m3_block_scales_to_fp16,
     int4_zero_points,
-    log2_and_reciprocal,
-    power_of_2_of_dequant_tile,
 )
 from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
 from ..parts.key_lists import keys_in_range_or_visible, load_page_ids_or_listed_keys, row_offsets
-from ..parts.softcap import apply_softcap
+from ..parts.softcap import apply_softcap_to_log2_scores
 
 # Rotation and query.
 
@@ -81,10 +81,10 @@ def load_transposed_16bit_q_tiles_and_q_scale(
             q_tile = (tiles[j] * inv_q_scale[None, :]).to(tl.float16)
             if cfg.K.CODE == INT4:
                 row_total += tl.sum(q_tile.to(tl.float32), 0)
-                q_tile *= power_of_2_of_dequant_tile(1, cfg.K) / power_of_2_of_dequant_tile(j, cfg.K)
+                q_tile *= dequant_tile_power_of_2_factor(1, cfg.K) / dequant_tile_power_of_2_factor(j, cfg.K)
             q_tiles = q_tiles + (q_tile,)
         if cfg.K.CODE == INT4:
-            q_tiles = q_tiles + (row_total * power_of_2_of_dequant_tile(1, cfg.K),)
+            q_tiles = q_tiles + (row_total * dequant_tile_power_of_2_factor(1, cfg.K),)
         return q_tiles, (exponent << 23).to(tl.float32, bitcast=True) * cfg.K_RESIDUAL_SCALE
 
 
@@ -224,10 +224,10 @@ def compute_scores(K, k_scales, MASK, q, score_scale, softcap, page_id, n_block,
     k = load_kv_block(K, page_id, n_block, m_n, stride_k_p, stride_k_s, stride_k_h, h, cfg.BLOCK_D, cfg.PACKED_K,
                       cfg.K_ROWS_PER_PAGE, cfg.K_ROWS_PER_HEAD, K_FORMAT.STRIDE_UNIT, MASKED, cfg)  # fmt: skip
     if K_FORMAT.BLOCK_SCALES:
-        block_scales = expand_block_scales(k_scales[I_UNROLL], cfg.BLOCK_N, cfg.BLOCK_D // 4, 4, K_FORMAT)
-        k = dequant_packed(k, K_FORMAT, block_scales)
+        block_scales = expand_e4m3_block_scales_to_fp16(k_scales[I_UNROLL], cfg.BLOCK_N, cfg.BLOCK_D // 4, 4, K_FORMAT)
+        k = dequant_packed_16bit_words(k, K_FORMAT, block_scales)
     else:
-        k = dequant_packed(k, K_FORMAT)
+        k = dequant_packed_16bit_words(k, K_FORMAT)
     s = tl.dot(k[0], q[0])
     for j in tl.static_range(1, PACK):
         s = tl.dot(k[j], q[j], acc=s)
@@ -239,7 +239,7 @@ def compute_scores(K, k_scales, MASK, q, score_scale, softcap, page_id, n_block,
     if K_FORMAT.TOKEN_SCALES:
         s *= k_scales[I_UNROLL][:, None]
     if cfg.HAS_SOFTCAP:
-        s = apply_softcap(s, softcap)
+        s = apply_softcap_to_log2_scores(s, softcap)
     # Mask
     if cfg.LIST.LENGTH >= 0:
         s = tl.where(m_n[:, None], s, float("-inf"))
@@ -279,12 +279,12 @@ def accumulate_pv(
     PACK: tl.constexpr = cfg.PACK
     v = tl.trans(v)
     if cfg.BLOCK_SCALES:
-        block_scales = expand_block_scales(v_scales[I_UNROLL], cfg.BLOCK_N, cfg.BLOCK_DV // 4, 4, cfg)
-        v = dequant_packed(v, cfg, tl.trans(block_scales))
+        block_scales = expand_e4m3_block_scales_to_fp16(v_scales[I_UNROLL], cfg.BLOCK_N, cfg.BLOCK_DV // 4, 4, cfg)
+        v = dequant_packed_16bit_words(v, cfg, tl.trans(block_scales))
     elif cfg.CODE == INT4:
-        v = dequant_packed(v, cfg, int4_zero_points(v_scales[I_UNROLL]).to(tl.int16)[None, :])
+        v = dequant_packed_16bit_words(v, cfg, int4_zero_points(v_scales[I_UNROLL]).to(tl.int16)[None, :])
     else:
-        v = dequant_packed(v, cfg)
+        v = dequant_packed_16bit_words(v, cfg)
     out = ()
     for j in tl.static_range(PACK):
         x = v[j]
@@ -327,7 +327,7 @@ def compute_v_scaled_scores_and_inv_v_scales(
                 safe_v_scales = tl.where(
                     keys_visible_to_any_row(n_block + j, num_keys, num_q_rows, cfg), safe_v_scales, 1.0
                 )
-            log2_v_scales, reciprocals = log2_and_reciprocal(safe_v_scales, cfg)
+            log2_v_scales, reciprocals = approx_log2_and_reciprocal(safe_v_scales, cfg)
             x += log2_v_scales[:, None]
             inv_v_scales = inv_v_scales + (reciprocals,)
         s = s + (x,)
@@ -457,6 +457,6 @@ def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, score_scale, softcap
     if cfg.CODE == INT4:
         unscaled = ()
         for j in tl.static_range(PACK):
-            unscaled = unscaled + (acc_o[j] * (1.0 / power_of_2_of_dequant_tile(j, cfg)),)
+            unscaled = unscaled + (acc_o[j] * (1.0 / dequant_tile_power_of_2_factor(j, cfg)),)
         acc_o = unscaled
     return row_max, tl.sum(row_sum, 0), acc_o

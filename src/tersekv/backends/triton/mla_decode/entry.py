@@ -53,7 +53,7 @@ from ...host.key_lists import (
     key_list_args,
     key_list_config,
 )
-from ..parts.combine import combine_batch_invariant_kernel, combine_kernel
+from ..parts.combine import combine_batch_invariant_kernel, combine_by_split_metadata_kernel
 from ..parts.tile_scheduler import METADATA_FIELDS
 from .config import TileConfig, choose_tile_config
 from .kernels import stream_k_mla_decode_kernel
@@ -230,8 +230,8 @@ def configure_one_key_set(f: SimpleNamespace) -> Config:
         )
     merge_rows = min(t.block_m, f.max_q_len * cfg.GROUP)
     return Config(cfg, cache_matrices,
-                  attention_launches( f, first, KernelLaunch(combine_kernel, (num_programs, merge_rows), merge,
-                                                             num_warps=4),
+                  attention_launches( f, first, KernelLaunch(combine_by_split_metadata_kernel,
+                                                             (num_programs, merge_rows), merge, num_warps=4),
                                      num_programs * (2 * cfg.BLOCK_M * cfg.PARTIAL_COLUMNS + METADATA_FIELDS.value),
                                      ))  # fmt: skip
 

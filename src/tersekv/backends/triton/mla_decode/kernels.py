@@ -14,13 +14,13 @@ value as well.
 import triton
 import triton.language as tl
 
-from ..parts.combine import LN2, LOG2E, cast_output, compute_acc_scale_and_lse, load_scale
-from ..parts.dequant import dequant_packed, e4m3_bytes_to_fp16
+from ..parts.combine import LN2, LOG2E, cast_output, compute_acc_scale_and_lse, load_device_or_host_scale
+from ..parts.dequant import dequant_packed_16bit_words, e4m3_bytes_to_fp16
 from ..parts.key_lists import (
     VISIBLE,
     keys_in_range_or_visible,
     load_page_ids_or_listed_keys,
-    page_table_row_or_key_list,
+    page_table_row_ptr_or_key_list,
     row_offsets,
 )
 from ..parts.tile_scheduler import (
@@ -30,7 +30,7 @@ from ..parts.tile_scheduler import (
     find_program_block_range_and_blocks_per_range,
     find_request_and_base_of_block,
     first_work_tile_index,
-    load_request_shape,
+    load_request_lengths_and_block_counts,
     split_metadata_ptr,
     store_empty_output_of_padding_rows,
     token_and_head_of_q_rows,
@@ -245,7 +245,7 @@ def accumulate_qk_of_key_tile(
     tiles from FIRST_Q_TILE on (with TWO_TERM_Q two for each)."""
     k = (packed_k,)
     if TILES_PER_PACKED_K > 1:
-        k = dequant_packed(packed_k, cfg)
+        k = dequant_packed_16bit_words(packed_k, cfg)
     TERMS: tl.constexpr = 2 if TWO_TERM_Q else 1
     for j in tl.static_range(TILES_PER_PACKED_K * TERMS):
         if ACCUMULATE or j > 0:
@@ -321,7 +321,7 @@ def rescale_and_accumulate_pv(
                 CKV, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, cfg.CKV_STRIDE_UNIT, i * cfg.CHUNK,
                 cfg.CHUNK, cfg.PACKED_V, True, cfg,
             )  # fmt: skip
-        v = dequant_packed(tl.trans(packed_chunk), cfg)
+        v = dequant_packed_16bit_words(tl.trans(packed_chunk), cfg)
         scaled_p = p
         if cfg.GROUP_SCALES:
             scaled_p = p * group_ratios[i][:, None]
@@ -549,10 +549,12 @@ def stream_k_mla_decode_kernel(
     )  # fmt: skip
     if block < block_end:
         i_request, n_block_base = find_request_and_base_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg)
-        kv_scale_value = load_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE)
-        score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E * kv_scale_value
-        value_scale = kv_scale_value * load_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
-        request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
+        kv_scale_value = load_device_or_host_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE)
+        score_scale = (
+            load_device_or_host_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E * kv_scale_value
+        )
+        value_scale = kv_scale_value * load_device_or_host_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
+        request = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
         if cfg.SPLIT_BLOCKS > 0:
             block += blocks_to_next_split(block - n_block_base, request.num_n_blocks, cfg)
         while block < block_end:
@@ -560,7 +562,7 @@ def stream_k_mla_decode_kernel(
             while block - n_block_base >= request.num_n_blocks * request.num_m_blocks:
                 n_block_base += request.num_n_blocks * request.num_m_blocks
                 i_request += 1
-                request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
+                request = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
             m_block = (block - n_block_base) // request.num_n_blocks
             n_block_begin = (block - n_block_base) % request.num_n_blocks
             n_block_end = tl.minimum(
@@ -576,7 +578,7 @@ def stream_k_mla_decode_kernel(
             # Main loop
             row_max, row_sum, acc_o = mainloop(
                 CKV, KPE, CKV_MAP, KPE_MAP, SCALES,
-                page_table_row_or_key_list(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg), q_nope, q_pe,
+                page_table_row_ptr_or_key_list(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg), q_nope, q_pe,
                 score_scale * q_scale,
                 n_block_begin, n_block_end, request.num_keys, request.num_q_rows, m_block * cfg.BLOCK_M, stride_ckv_p,
                 stride_ckv_s, stride_kpe_p, stride_kpe_s, stride_scales_p, stride_scales_s, cfg,

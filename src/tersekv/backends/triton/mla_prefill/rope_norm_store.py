@@ -14,10 +14,10 @@ from ..parts.latent_rows import (
     MAX_HEADS_PER_PROGRAM,
     REQUESTS_PER_STEP,
     latent_append_and_rope_args,
-    store_latent_or_rope_heads,
+    store_latent_or_roped_heads,
     store_seq_lens,
 )
-from ..parts.token_rows import pdl_wait_and_launch
+from ..parts.token_rows import pdl_early_launch_and_wait
 
 
 @triton.jit
@@ -53,12 +53,12 @@ def rope_norm_store_kernel(
     STORE_EMPTY_OUTPUTS: no attention follows, so that all outputs are 0 and LSEs −inf, as for rows of no request.
     Q_PE_OUT: rotated parts, None for in place; SEQ_LENS_OUT: the requests' lengths, or None.
     """
-    pdl_wait_and_launch(USE_PDL)
+    pdl_early_launch_and_wait(USE_PDL)
     t, i_head_block = tl.program_id(0).to(tl.int64), tl.program_id(1) - 1
     if SEQ_LENS_OUT is not None:  # noqa: SIM102 - known to the compiler, unlike the other
         if t + tl.program_id(1) == 0:
             store_seq_lens(SEQ_LENS_OUT, CACHE_LENS, CU_SEQLENS_Q, B, 0, BLOCK_B)
-    valid = store_latent_or_rope_heads(
+    valid = store_latent_or_roped_heads(
         t, i_head_block, H, (Q, stride_qt, stride_qh), (Q_PE_OUT, stride_rt, stride_rh), (KV_C, K_PE, stride_c,
         stride_pe), (CKV, KPE, SCALES, stride_cp, stride_cs, stride_kp, stride_ks, stride_sp, stride_ss),
         (NORM_GAMMA, epsilon, KV_SCALE, kv_scale),

@@ -6,27 +6,27 @@ import triton.language as tl
 from ...host.bind import BYTES, tensor_args
 from .hadamard import divide_by_channel_scales_and_rotate
 from .packed_quant import load_packed_pairs, quantize_and_store_int4_pairs, quantize_and_store_nvfp4_pairs
-from .quant import quantize_and_store, quantize_and_store_halves, saturating_cast, store_codes
+from .quant import cast_to_float_dtype_or_fp8_bytes, quantize_and_store, quantize_and_store_halves, store_codes
 from .token_rows import (
     apply_rope,
     apply_rope_to_rows,
     cache_row_offsets,
+    clamped_token_and_head_of_rows,
     cos_sin_row_ptr_and_mask,
     deinterleave_pairs,
     interleave_pairs,
     load_code_rows,
-    load_cos_sin,
+    load_cos_sin_or_zeros,
     load_quant_and_global_scale,
     load_rope_nope_rows,
     load_rope_position,
     load_rows,
     load_slot_or_request_and_position,
-    pdl_launch_or_order_loads,
-    pdl_wait_and_launch,
+    pdl_early_launch_and_wait,
+    pdl_late_launch_or_order_loads,
     resolve_page_slot_and_write_mask,
     row_offsets,
     store_rows,
-    token_and_head_of_rows,
     unique_rows_mask,
 )
 
@@ -50,36 +50,36 @@ QUERY_ARGS = tensor_args(
 @triton.jit
 def quantize_and_append_rows(
     i_block, num_tokens, p_x, strides, p_codes, strides_codes, p_scales, strides_scales, p_scale, scale, slot_args,
-    rope_args,
+    position_args,
     H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
     SCALE_PER_HEAD: tl.constexpr, SCALE_T_MULTIPLIES: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, PACKED_READ_MODE: tl.constexpr,
     USE_PTX: tl.constexpr, USE_PDL: tl.constexpr, PDL_LAUNCH_LATE: tl.constexpr, rotation,
 ):  # fmt: skip
-    """Quantizes and stores one block of rows [tokens, H, D]; with `rope_args`, tokens without a position are skipped.
+    """Quantizes and stores one block of rows [tokens, H, D]; `position_args`: skips tokens without a position.
 
     rotation:  as `hadamard.divide_by_channel_scales_and_rotate` takes it
 
     uint8 rows are codes of an fp8 cache, and are copied.
     """
     CODES: tl.constexpr = p_x.dtype.element_ty == tl.uint8
-    token, head = token_and_head_of_rows(i_block, num_tokens, H, ROWS)
+    token, head = clamped_token_and_head_of_rows(i_block, num_tokens, H, ROWS)
     o_x = row_offsets(token, head, strides, STRIDE_UNIT // 2 if PACKED_READ_MODE else STRIDE_UNIT)
     # Wait for the previous kernel; loads of rows and of their slots
-    pdl_wait_and_launch(USE_PDL, PDL_LAUNCH_LATE)
+    pdl_early_launch_and_wait(USE_PDL, PDL_LAUNCH_LATE)
     if CODES:
         x = load_code_rows(p_x, o_x, D, D_PAD)
     else:
         x = load_packed_pairs(p_x, o_x, D, D_PAD) if PACKED_READ_MODE else load_rows(p_x, o_x, D, D_PAD)
     token_slot = load_slot_or_request_and_position(token, slot_args)
-    if rope_args[0] is not None:
-        position = load_rope_position(token, rope_args)
-    pdl_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, False)
+    if position_args[0] is not None:
+        position = load_rope_position(token, position_args)
+    pdl_late_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, False)
     # Where each row goes; m_write: whether it is stored
     page, page_slot, m_write = resolve_page_slot_and_write_mask(token_slot, slot_args, PAGE)
     m_write = m_write[:, None]
-    if rope_args[0] is not None:
-        _, has_position = cos_sin_row_ptr_and_mask(position, rope_args)
+    if position_args[0] is not None:
+        _, has_position = cos_sin_row_ptr_and_mask(position, position_args)
         m_write = m_write & has_position
     o_codes = cache_row_offsets(page, page_slot, head, strides_codes, STRIDE_UNIT)
     o_scales = cache_row_offsets(page, page_slot, head, strides_scales, 1)
@@ -114,10 +114,10 @@ def rope_and_cast_queries(
 ):  # fmt: skip
     """Rotates (if ROTARY), scales, casts and stores one block of query rows; 0 where the token has no position or, with
     ZERO_PADDING, no slot."""
-    token, head = token_and_head_of_rows(i_block, num_tokens, H, ROWS)
+    token, head = clamped_token_and_head_of_rows(i_block, num_tokens, H, ROWS)
     p_x += row_offsets(token, head, strides, STRIDE_UNIT)
     p_out += row_offsets(token, head, strides_out, STRIDE_UNIT)
-    pdl_wait_and_launch(USE_PDL, PDL_LAUNCH_LATE)
+    pdl_early_launch_and_wait(USE_PDL, PDL_LAUNCH_LATE)
     HALF: tl.constexpr = D // 2
     if not ROTARY:
         x = load_rows(p_x, 0, D, D_PAD)
@@ -130,18 +130,22 @@ def rope_and_cast_queries(
         position = load_rope_position(token, rope_args)
     if ZERO_PADDING:
         token_slot, _ = load_slot_or_request_and_position(token, slot_args)
-    pdl_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS)
+    pdl_late_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS)
     valid = token[:, None] >= 0
     if rope_args[0] is not None:
         p_cos_sin_row, valid = cos_sin_row_ptr_and_mask(position, rope_args)
     if ROTARY:
-        cos, sin = load_cos_sin(p_cos_sin_row, valid, HALF, D_PAD // 2)
+        cos, sin = load_cos_sin_or_zeros(p_cos_sin_row, valid, HALF, D_PAD // 2)
         x, y = apply_rope(x, y, cos, sin)
     if ZERO_PADDING:
         valid = valid & (token_slot >= 0)[:, None]  # negative: the caller skips the token
     quant_scale, _ = load_quant_and_global_scale(p_scale, scale, head, False, SCALE_T_MULTIPLIES)
-    x = saturating_cast(tl.where(valid, x * quant_scale, 0.0), p_out.dtype.element_ty, QUERY_KIND, NATIVE_FP8_CAST)
-    y = saturating_cast(tl.where(valid, y * quant_scale, 0.0), p_out.dtype.element_ty, QUERY_KIND, NATIVE_FP8_CAST)
+    x = cast_to_float_dtype_or_fp8_bytes(
+        tl.where(valid, x * quant_scale, 0.0), p_out.dtype.element_ty, QUERY_KIND, NATIVE_FP8_CAST
+    )
+    y = cast_to_float_dtype_or_fp8_bytes(
+        tl.where(valid, y * quant_scale, 0.0), p_out.dtype.element_ty, QUERY_KIND, NATIVE_FP8_CAST
+    )
     m_unique = unique_rows_mask(i_block, num_tokens, H, ROWS)
     if not ROTARY:
         store_rows(p_out, x, m_unique, D)
@@ -167,22 +171,22 @@ def rope_quantize_and_append_keys(
 
     rotation:  as `hadamard.divide_by_channel_scales_and_rotate` takes it; not applied to SPLIT_HALVES
     """
-    token, head = token_and_head_of_rows(i_block, num_tokens, H, ROWS)
+    token, head = clamped_token_and_head_of_rows(i_block, num_tokens, H, ROWS)
     o_rope, o_nope = (
         row_offsets(token, head, strides_rope, STRIDE_UNIT),
         row_offsets(token, head, strides_nope, STRIDE_UNIT),
     )
     HALF: tl.constexpr = D // 2
-    pdl_wait_and_launch(USE_PDL, PDL_LAUNCH_LATE)
+    pdl_early_launch_and_wait(USE_PDL, PDL_LAUNCH_LATE)
     if SPLIT_HALVES:
         a, b = load_rows(p_rope, o_rope, HALF, D_PAD // 2), load_rows(p_rope + HALF, o_rope, HALF, D_PAD // 2)
     else:
         x = load_rope_nope_rows(p_rope, o_rope, p_nope, o_nope, R, D, D_PAD)
     position, token_slot = load_rope_position(token, rope_args), load_slot_or_request_and_position(token, slot_args)
-    pdl_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS)
+    pdl_late_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS)
     p_cos_sin_row, has_position = cos_sin_row_ptr_and_mask(position, rope_args)
     if SPLIT_HALVES:
-        cos, sin = load_cos_sin(p_cos_sin_row, has_position, HALF, D_PAD // 2)
+        cos, sin = load_cos_sin_or_zeros(p_cos_sin_row, has_position, HALF, D_PAD // 2)
         a, b = apply_rope(a, b, cos, sin)
     else:
         x = apply_rope_to_rows(x, p_rope, o_rope, p_cos_sin_row, has_position, R, D_PAD, INTERLEAVED)

@@ -3,15 +3,21 @@
 import triton
 import triton.language as tl
 
-from .quant import saturating_cast
-from .tile_scheduler import METADATA_FIELDS, blocks_per_split, find_work_tile, load_request_shape, split_metadata_ptr
+from .quant import cast_to_float_dtype_or_fp8_bytes
+from .tile_scheduler import (
+    METADATA_FIELDS,
+    blocks_per_split,
+    find_work_tile,
+    load_request_lengths_and_block_counts,
+    split_metadata_ptr,
+)
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_scale(host_scale, DEVICE_SCALE, offset, HAS_DEVICE_SCALE: tl.constexpr):
+def load_device_or_host_scale(host_scale, DEVICE_SCALE, offset, HAS_DEVICE_SCALE: tl.constexpr):
     """Returns a scale: loaded from the device tensor if there is one, else the host float."""
     if HAS_DEVICE_SCALE:
         return tl.load(DEVICE_SCALE + offset)
@@ -20,7 +26,7 @@ def load_scale(host_scale, DEVICE_SCALE, offset, HAS_DEVICE_SCALE: tl.constexpr)
 
 
 @triton.jit
-def saturate(value, MAX_VALUE: tl.constexpr):
+def clamp_keep_nan(value, MAX_VALUE: tl.constexpr):
     """Returns value clamped to the output's largest; NaN stays NaN. MAX_VALUE 0: no clamp."""
     if MAX_VALUE > 0:
         return tl.clamp(value, -MAX_VALUE, MAX_VALUE, propagate_nan=tl.PropagateNan.ALL)
@@ -32,7 +38,7 @@ def saturate(value, MAX_VALUE: tl.constexpr):
 def cast_output(value, OUT, cfg: tl.constexpr):
     """Casts fp32 to OUT's type; fp8 saturates. Where the chip's casts do not round to nearest, OUT is bytes."""
     KIND: tl.constexpr = cfg.OUT_KIND
-    return saturating_cast(saturate(value, cfg.OUT_MAX), OUT.dtype.element_ty, KIND, False)
+    return cast_to_float_dtype_or_fp8_bytes(clamp_keep_nan(value, cfg.OUT_MAX), OUT.dtype.element_ty, KIND, False)
 
 
 @triton.jit
@@ -63,7 +69,7 @@ def compute_acc_scale_and_lse(
 
 
 @triton.jit
-def combine_kernel(
+def combine_by_split_metadata_kernel(
     SINKS, OUT, LSE, MAX_LOGITS, SPLIT_WORKSPACE, v_scale, V_SCALE, out_scale, OUT_SCALE, stride_out_t, stride_out_h,
     stride_lse_t, stride_lse_h, cfg: tl.constexpr
 ):  # fmt: skip
@@ -95,7 +101,7 @@ def combine_batch_invariant_kernel(
     i_program, i_row_in_block = tl.program_id(0), tl.program_id(1)
     i_work_tile, h = i_program // cfg.HEADS, i_program % cfg.HEADS
     i_request, m_block = find_work_tile(CU_SEQLENS_Q, B, i_work_tile, cfg)
-    request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
+    request = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
     i_row, split_blocks = m_block * cfg.BLOCK_M + i_row_in_block, blocks_per_split(request.num_n_blocks, cfg)
     if (i_row < request.num_q_rows * cfg.GROUP) & (split_blocks < request.num_n_blocks):
         row_max, row_sum, acc_o = load_and_combine_splits_of_row(
@@ -110,10 +116,10 @@ def combine_batch_invariant_kernel(
 
 @triton.jit
 def load_and_combine_splits_of_row(
-    SPLIT_WORKSPACE, first_slot, slot_stride, first_slot_offset, num_splits, i_row_in_block, cfg: tl.constexpr
+    SPLIT_WORKSPACE, slot_base, slot_stride, extra_offset_of_split_0, num_splits, i_row_in_block, cfg: tl.constexpr
 ):
-    """Returns (row_max, row_sum, acc_o) of one row over all splits; the first slot is first_slot +
-    first_slot_offset."""
+    """Returns (row_max, row_sum, acc_o) of one row over all splits; the first slot is slot_base +
+    extra_offset_of_split_0."""
     o_split, o_d = tl.arange(0, cfg.COMBINE_SPLITS), tl.arange(0, cfg.COMBINE_COLUMNS)
     row_max = tl.full([], float("-inf"), tl.float32)
     row_sum = tl.full([], 0.0, tl.float32)
@@ -121,7 +127,7 @@ def load_and_combine_splits_of_row(
     for i_split in range(0, num_splits, cfg.COMBINE_SPLITS):
         m_split = i_split + o_split < num_splits
         split_slots = (
-            first_slot + (i_split + o_split) * slot_stride + tl.where(i_split + o_split == 0, first_slot_offset, 0)
+            slot_base + (i_split + o_split) * slot_stride + tl.where(i_split + o_split == 0, extra_offset_of_split_0, 0)
         ).to(tl.int64)
         p_split = SPLIT_WORKSPACE + (split_slots * cfg.PARTIAL_ROWS + i_row_in_block) * cfg.PARTIAL_COLUMNS
         split_max = tl.load(p_split + cfg.PARTIAL_COLUMNS - 2, mask=m_split, other=float("-inf"))
@@ -147,9 +153,9 @@ def store_output_row(row_max, row_sum, acc_o, SINKS, OUT, LSE, MAX_LOGITS, v_sca
     o_d = tl.arange(0, cfg.COMBINE_COLUMNS)
     head = (h * cfg.GROUP + i_row % cfg.GROUP).to(tl.int64)
     token = (q_begin + i_row // cfg.GROUP).to(tl.int64)
-    value_scale = load_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * load_scale(
-        out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE
-    )
+    value_scale = load_device_or_host_scale(
+        v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE
+    ) * load_device_or_host_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
     acc_scale, lse = compute_acc_scale_and_lse(
         row_max, row_sum, value_scale * cfg.V_RESIDUAL_SCALE, SINKS, head, True, cfg, cfg.LSE_OF_KEYS
     )

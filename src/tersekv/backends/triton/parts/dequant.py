@@ -188,12 +188,12 @@ def nibbles_to_fp16(nibble, cfg: tl.constexpr):
 
 
 @triton.jit
-def dequant_packed(packed, cfg: tl.constexpr, block_scales_or_zero_points=None):
+def dequant_packed_16bit_words(packed, cfg: tl.constexpr, block_scales_or_zero_points=None):
     """Returns PACK fp16 tiles of packed codes [N, W]; of 16 bits the tile itself.
 
-    block_scales_or_zero_points: e2m1: block scales by word (`expand_block_scales`), which multiply codes; int4: None,
-    or zero points (int16, broadcast against the words), which are subtracted.
-    Tiles are values × their `power_of_2_of_dequant_tile`.
+    block_scales_or_zero_points: e2m1: block scales of `expand_e4m3_block_scales_to_fp16`, which multiply codes; int4:
+    None, or zero points (int16, broadcast against the words), which are subtracted.
+    Tiles are values × their `dequant_tile_power_of_2_factor`.
     """
     # NOTE: result types are written out: Triton 3.9 accepts no named tuple of types.
     if cfg.PACK == 1:
@@ -250,10 +250,10 @@ def dequant_packed(packed, cfg: tl.constexpr, block_scales_or_zero_points=None):
 
 
 @triton.constexpr_function
-def power_of_2_of_dequant_tile(i_tile, cfg):
-    """Returns the power of two that tile i_tile of `dequant_packed` is multiplied by."""
+def dequant_tile_power_of_2_factor(i_tile, cfg):
+    """Returns the power of two that tile i_tile of `dequant_packed_16bit_words` is multiplied by."""
     if cfg.CODE == "e2m1":
-        return 2.0**-14 if cfg.USE_PTX else 2.0**-7  # 2^7: `expand_block_scales`
+        return 2.0**-14 if cfg.USE_PTX else 2.0**-7  # 2^7: `expand_e4m3_block_scales_to_fp16`
     elif cfg.CODE == "int4" and cfg.USE_PTX:
         return 2.0**-20 if i_tile % 2 else 2.0**-24
     else:
@@ -261,7 +261,7 @@ def power_of_2_of_dequant_tile(i_tile, cfg):
 
 
 @triton.jit
-def expand_block_scales(
+def expand_e4m3_block_scales_to_fp16(
     scales, NUM_ROWS: tl.constexpr, NUM_BLOCKS: tl.constexpr, PACKED_PER_BLOCK: tl.constexpr, cfg: tl.constexpr
 ):
     """Returns e4m3 block scales [NUM_ROWS, NUM_BLOCKS] by word, fp16 [NUM_ROWS, NUM_BLOCKS * PACKED_PER_BLOCK].
@@ -288,7 +288,7 @@ def int4_zero_points(scales):
 
 
 @triton.jit
-def log2_and_reciprocal(x, cfg: tl.constexpr):
+def approx_log2_and_reciprocal(x, cfg: tl.constexpr):
     """Returns log2(x) and 1 / x of normal positive numbers, to 2^-22."""
     if cfg.USE_PTX:
         return (

@@ -26,19 +26,21 @@ def round_to_row_dtype_if(x, ROW_DTYPE: tl.constexpr, ROUND16: tl.constexpr):
 
 
 @triton.jit
-def load_normed_columns(p_rows, columns, mask, stats, norm_args, ROW_DTYPE: tl.constexpr, ROUND16: tl.constexpr):
+def load_normed_columns_or_raw(
+    p_rows, columns, mask, mean_and_deviation, norm_args, ROW_DTYPE: tl.constexpr, ROUND16: tl.constexpr
+):
     """Loads columns of rows as fp32, normed if there is a norm.
 
-    stats:  mean and inverse deviation [ROWS, 1] fp64, or None
+    mean_and_deviation:  [ROWS, 1] fp64 each; None: no norm
     """
     x = tl.load(p_rows + columns, mask=mask, other=0.0)
-    if stats is None:
+    if mean_and_deviation is None:
         return x.to(tl.float32)
     else:
         p_weight, p_bias, _ = norm_args
         weight = tl.load(p_weight + columns, mask=mask, other=0.0).to(tl.float64)
         bias = tl.load(p_bias + columns, mask=mask, other=0.0).to(tl.float64)
-        mean, deviation = stats
+        mean, deviation = mean_and_deviation
         y = ((x.to(tl.float64) - mean) / deviation * weight + bias).to(tl.float32)
         return round_to_row_dtype_if(y, ROW_DTYPE, ROUND16)
 
@@ -61,10 +63,10 @@ def load_index_rows(
         mean = (tl.sum(wide, 1) / D)[:, None]
         off = tl.where(c < D, wide - mean, 0.0)
         epsilon = tl.full([1, 1], norm_args[2], tl.float32).to(tl.float64)
-        stats = mean, tl.sqrt((tl.sum(off * off, 1) / D)[:, None] + epsilon)
+        mean_and_deviation = mean, tl.sqrt((tl.sum(off * off, 1) / D)[:, None] + epsilon)
     else:
-        stats = None
-    x = load_normed_columns(p_rows, c, c < D, stats, norm_args, DTYPE, ROUND16)
+        mean_and_deviation = None
+    x = load_normed_columns_or_raw(p_rows, c, c < D, mean_and_deviation, norm_args, DTYPE, ROUND16)
     if R > 0:
         # The other column of each pair is loaded and normed again: from L1, without an exchange between threads.
         FIRST: tl.constexpr = D - R if ROPE_LAST else 0
@@ -75,7 +77,7 @@ def load_index_rows(
             partner, angle, is_first = c ^ 1, i // 2, (i & 1) == 0
         else:
             partner, angle, is_first = tl.where(i < HALF, c + HALF, c - HALF), i % HALF, i < HALF
-        y = load_normed_columns(p_rows, partner, rotary, stats, norm_args, DTYPE, ROUND16)
+        y = load_normed_columns_or_raw(p_rows, partner, rotary, mean_and_deviation, norm_args, DTYPE, ROUND16)
         valid = has_position & rotary
         cos = tl.load(p_cos_sin_row + angle, mask=valid, other=0.0)
         sin = tl.load(p_cos_sin_row + (angle + HALF), mask=valid, other=0.0)

@@ -71,7 +71,7 @@ def request_of_row(CU_SEQLENS_Q, B, i_row, cfg: tl.constexpr):
 
 
 @triton.jit
-def positions_of_rows_in_request(SEQ_LENS, CU_SEQLENS_Q, B, i_request, rows, cfg: tl.constexpr):
+def positions_of_request_rows_else_minus_1(SEQ_LENS, CU_SEQLENS_Q, B, i_request, rows, cfg: tl.constexpr):
     """Returns positions int64 of rows where they are of request i_request, else −1."""
     valid = (i_request >= 0) & (i_request < B)
     seq_len = tl.load(SEQ_LENS + i_request, mask=valid, other=0).to(tl.int64)
@@ -86,17 +86,17 @@ def positions_of_rows_in_request(SEQ_LENS, CU_SEQLENS_Q, B, i_request, rows, cfg
 
 
 @triton.jit
-def load_tile(p, mask, AS_BYTES: tl.constexpr):
-    if AS_BYTES:
+def load_tile(p, mask, IS_E4M3_BYTES: tl.constexpr):
+    if IS_E4M3_BYTES:
         return tl.load(p, mask=mask, other=0)
     else:
         return tl.load(p, mask=mask, other=0.0)
 
 
 @triton.jit
-def as_operand(x, AS_BYTES: tl.constexpr, cfg: tl.constexpr):
+def convert_to_mma_dtype(x, IS_E4M3_BYTES: tl.constexpr, cfg: tl.constexpr):
     """Returns a tile as it is multiplied; every code is exact in it."""
-    if AS_BYTES:
+    if IS_E4M3_BYTES:
         x = e4m3_bytes_to_fp16(x)
     if cfg.DOT == "e4m3":
         return x
@@ -108,26 +108,26 @@ def as_operand(x, AS_BYTES: tl.constexpr, cfg: tl.constexpr):
 
 
 @triton.jit
-def load_query_block(Q, p_row, head_block, d_block, m_rows, stride_qh, cfg: tl.constexpr):
-    """Loads [ROWS * HEADS, BLOCK_D] of queries; heads and columns past the last are 0. p_row: offsets [ROWS]."""
+def load_query_block(Q, o_rows, head_block, d_block, m_rows, stride_qh, cfg: tl.constexpr):
+    """Loads [ROWS * HEADS, BLOCK_D] of queries; heads and columns past the last are 0. o_rows: offsets [ROWS]."""
     h = head_block * cfg.HEADS + tl.arange(0, cfg.HEADS)
     d = d_block * cfg.BLOCK_D + tl.arange(0, cfg.BLOCK_D)
     mask = m_rows[:, None] & (h < cfg.H)[None, :]
-    o = p_row[:, None] + (h.to(tl.int64) * stride_qh)[None, :]
+    o = o_rows[:, None] + (h.to(tl.int64) * stride_qh)[None, :]
     o = tl.reshape(o, [cfg.ROWS * cfg.HEADS])
     mask = tl.reshape(mask, [cfg.ROWS * cfg.HEADS])
     x = load_tile(Q + o[:, None] + d[None, :], mask[:, None] & (d < cfg.D)[None, :], cfg.Q_AS_BYTES)
-    return as_operand(x, cfg.Q_AS_BYTES, cfg)
+    return convert_to_mma_dtype(x, cfg.Q_AS_BYTES, cfg)
 
 
 @triton.jit
-def load_query_by_d_blocks(Q, p_row, head_block, m_rows, stride_qh, cfg: tl.constexpr):
+def load_query_by_d_blocks(Q, o_rows, head_block, m_rows, stride_qh, cfg: tl.constexpr):
     """Loads a tile for each block of columns."""
-    first = load_query_block(Q, p_row, head_block, 0, m_rows, stride_qh, cfg)
+    first = load_query_block(Q, o_rows, head_block, 0, m_rows, stride_qh, cfg)
     if cfg.D_BLOCKS == 1:
         return (first,)
     else:
-        return (first, load_query_block(Q, p_row, head_block, 1, m_rows, stride_qh, cfg))
+        return (first, load_query_block(Q, o_rows, head_block, 1, m_rows, stride_qh, cfg))
 
 
 @triton.jit
@@ -138,23 +138,23 @@ def load_key_block(K, o_keys, m_keys, d_block, cfg: tl.constexpr):
         mask = m_keys[:, None]
     else:
         mask = m_keys[:, None] & (d < cfg.D)[None, :]
-    return as_operand(load_tile(K + o_keys[:, None] + d[None, :], mask, cfg.K_AS_BYTES), cfg.K_AS_BYTES, cfg)
+    return convert_to_mma_dtype(load_tile(K + o_keys[:, None] + d[None, :], mask, cfg.K_AS_BYTES), cfg.K_AS_BYTES, cfg)
 
 
 @triton.jit
-def load_head_weights(WEIGHTS, p_row, head_block, m_rows, stride_wh, cfg: tl.constexpr):
+def load_head_weights(WEIGHTS, o_rows, head_block, m_rows, stride_wh, cfg: tl.constexpr):
     """Loads the weights [1, ROWS * HEADS] of heads, 0 past the last."""
     h = head_block * cfg.HEADS + tl.arange(0, cfg.HEADS)
     mask = m_rows[:, None] & (h < cfg.H)[None, :]
     if WEIGHTS is None:
         w = tl.where(mask, 1.0, 0.0)
     else:
-        w = tl.load(WEIGHTS + p_row[:, None] + (h.to(tl.int64) * stride_wh)[None, :], mask=mask, other=0.0)
+        w = tl.load(WEIGHTS + o_rows[:, None] + (h.to(tl.int64) * stride_wh)[None, :], mask=mask, other=0.0)
     return tl.reshape(w, [1, cfg.ROWS * cfg.HEADS])
 
 
 @triton.jit
-def compute_qk(K, SCALES, o_keys, o_scales, m_keys, q, cfg: tl.constexpr):
+def compute_qk_scaled_if_several_d_blocks(K, SCALES, o_keys, o_scales, m_keys, q, cfg: tl.constexpr):
     """Returns q · k [BLOCK_N, ROWS * HEADS] fp32; of several blocks of columns each times its scale."""
     acc = tl.dot(load_key_block(K, o_keys, m_keys, 0, cfg), tl.trans(q[0]))
     if cfg.D_BLOCKS == 1:
@@ -222,7 +222,7 @@ def index_scores_kernel(
     for i in range(b_first, tl.maximum(b_last, b_first) + 1):
         b = tl.cast(i, tl.int32)
         # Keys [first_keys, visible) are those that a row sees
-        position = positions_of_rows_in_request(SEQ_LENS, CU_SEQLENS_Q, B, b, rows, cfg)
+        position = positions_of_request_rows_else_minus_1(SEQ_LENS, CU_SEQLENS_Q, B, b, rows, cfg)
         visible = tl.minimum((position + 1) // cfg.RATIO, max_keys).to(tl.int32)
         if ENDS is not None:
             visible = load_key_bounds(ENDS, rows, end_row, max_keys)
@@ -304,7 +304,8 @@ def _store_scores_of_request(
                 o_scales = page * stride_sp + entry.to(tl.int64) * stride_ss
                 # QK, ReLU, weights and sum of the heads; the scale of keys with one scale
                 if cfg.EACH or cfg.HEAD_BLOCKS == 1:
-                    s = relu_and_weight_heads(compute_qk(K, SCALES, o_keys, o_scales, m_keys, q, cfg), w, cfg)
+                    qk = compute_qk_scaled_if_several_d_blocks(K, SCALES, o_keys, o_scales, m_keys, q, cfg)
+                    s = relu_and_weight_heads(qk, w, cfg)
                     if not cfg.EACH:
                         s = sum_heads(s, cfg)
                 else:
@@ -312,10 +313,8 @@ def _store_scores_of_request(
                     for i in range(cfg.HEAD_BLOCKS):
                         q_i = load_query_by_d_blocks(Q, o_q, i, m_seen_rows, stride_qh, cfg)
                         w_i = load_head_weights(WEIGHTS, o_w, i, m_seen_rows, stride_wh, cfg)
-                        s += sum_heads(
-                            relu_and_weight_heads(compute_qk(K, SCALES, o_keys, o_scales, m_keys, q_i, cfg), w_i, cfg),
-                            cfg,
-                        )
+                        qk_i = compute_qk_scaled_if_several_d_blocks(K, SCALES, o_keys, o_scales, m_keys, q_i, cfg)
+                        s += sum_heads(relu_and_weight_heads(qk_i, w_i, cfg), cfg)
                 if cfg.HAS_SCALES and cfg.D_BLOCKS == 1:
                     s = s * tl.load(SCALES + o_scales, mask=m_keys, other=0.0)[:, None]
                 s = s * scale

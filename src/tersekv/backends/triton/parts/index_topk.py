@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ...host import launch
 from ...host.bind import KernelLaunch, TensorArg
-from .index_scores import positions_of_rows_in_request, request_of_row
+from .index_scores import positions_of_request_rows_else_minus_1, request_of_row
 
 # Columns of a program. After 3.6 Triton stores by way of shared memory, 8 bytes a column: 64 KB are on every chip.
 _MIN_SPLIT, _MAX_SPLIT = 4096, 16384 if triton.__version__.startswith("3.6.") else 8192
@@ -145,7 +145,7 @@ def find_topk_threshold_and_ties(
 
 
 @triton.jit
-def output_positions_taken_count_and_ties_left(keys, threshold, max_ties):
+def output_positions_m_taken_count_and_ties_left(keys, threshold, max_ties):
     """Returns (output positions of a block's keys, which are taken, how many are, how many ties are left)."""
     more, equal = keys > threshold, keys == threshold
     # Both counts in one scan; a block has fewer than 2^15 columns.
@@ -175,7 +175,7 @@ def num_visible_columns_open_group_and_start(
             is_open = tl.load(OPEN_GROUP + i_row) != 0
     else:
         b = request_of_row(CU_SEQLENS_Q, B, i_row, cfg)
-        position = positions_of_rows_in_request(SEQ_LENS, CU_SEQLENS_Q, B, b, i_row.to(tl.int64), cfg)
+        position = positions_of_request_rows_else_minus_1(SEQ_LENS, CU_SEQLENS_Q, B, b, i_row.to(tl.int64), cfg)
         group = (position + 1) // cfg.RATIO
         columns = (group + KEYS_PER_COLUMN - 1) // KEYS_PER_COLUMN
         is_open = (position + 1) % cfg.RATIO > 0
@@ -235,7 +235,7 @@ def index_candidates_kernel(
         threshold, ties = find_topk_threshold_and_ties(
             source, key, k, max_per_split, COLUMNS_PER_SPLIT, True, WARPS, USE_PTX
         )
-        place, taken, count, ties = output_positions_taken_count_and_ties_left(key, threshold, ties)
+        place, taken, count, ties = output_positions_m_taken_count_and_ties_left(key, threshold, ties)
         column = load_columns_of_keys(source, begin, columns_offset, taken, COLUMNS_PER_SPLIT, WARPS)
         p_out = CANDIDATES + (i_line.to(tl.int64) * num_splits + i_split) * max_per_split
         tl.store(p_out + place, key.to(tl.int32, bitcast=True), mask=taken)
@@ -268,11 +268,11 @@ def index_topk_kernel(
     p_out = OUT + t.to(tl.int64) * stride_ot + line * stride_oh
     key = load_sortable_score_keys(source, 0, BLOCK_COLUMNS, WARPS)
     threshold, ties = find_topk_threshold_and_ties(source, key, k, k, BLOCK_COLUMNS, ONE_BLOCK, WARPS, USE_PTX)
-    place, taken, count, ties = output_positions_taken_count_and_ties_left(key, threshold, ties)
+    place, taken, count, ties = output_positions_m_taken_count_and_ties_left(key, threshold, ties)
     tl.store(p_out + place, load_columns_of_keys(source, 0, columns_offset, taken, BLOCK_COLUMNS, WARPS), mask=taken)
     if not ONE_BLOCK:
         for i in range(BLOCK_COLUMNS, source.num, BLOCK_COLUMNS):
-            place, taken, num_taken, ties = output_positions_taken_count_and_ties_left(
+            place, taken, num_taken, ties = output_positions_m_taken_count_and_ties_left(
                 load_sortable_score_keys(source, i, BLOCK_COLUMNS, WARPS), threshold, ties
             )
             column = load_columns_of_keys(source, i, columns_offset, taken, BLOCK_COLUMNS, WARPS)
@@ -295,7 +295,7 @@ def split_columns(k: int) -> int:
     return min(max(launch.next_power_of_2(_SPLIT_OF_K * k), _MIN_SPLIT), _MAX_SPLIT)
 
 
-def num_and_max_per_split_of_rounds(width: int, k: int) -> list[tuple[int, int]]:
+def num_candidates_and_max_per_split_by_round(width: int, k: int) -> list[tuple[int, int]]:
     """Returns for each round of a row of `width` columns how many candidates it leaves, and of a split at
     max_per_split."""
     n, split = width, split_columns(k)
@@ -310,7 +310,7 @@ def num_and_max_per_split_of_rounds(width: int, k: int) -> list[tuple[int, int]]
 
 def candidate_slices(num_lines: int, width: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Returns slices of the workspace for candidates of so many rows of heads, by their names in the launches."""
-    rounds = num_and_max_per_split_of_rounds(width, k)
+    rounds = num_candidates_and_max_per_split_by_round(width, k)
     return {f"candidates_{i}": ((2, num_lines, n), torch.int32) for i, (n, _) in enumerate(rounds)}
 
 
@@ -331,7 +331,7 @@ def index_topk_launches(
         "keep_last": last, "HEADS": lines, "COLUMNS_PER_SPLIT": split, "USE_PTX": launch.has_ptx(f),
     }  # fmt: skip
     source = {"SOURCE": scores, "stride_st": strides[0], "stride_sh": strides[1], "columns_offset": 0, "NUM_ROUNDS": 0}
-    launches, num_entries, rounds = [], width, num_and_max_per_split_of_rounds(width, f.k)
+    launches, num_entries, rounds = [], width, num_candidates_and_max_per_split_by_round(width, f.k)
     row_args["first_round_max_per_split"] = rounds[0][1] if rounds else 0
     for i, (entries, max_per_split) in enumerate(rounds):
         num_splits, offset = entries // max_per_split, num_lines * entries

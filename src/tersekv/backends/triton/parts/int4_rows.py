@@ -13,21 +13,21 @@ import triton.language as tl
 from .dequant import BF16, E4M3, E5M2, FP16, INT8, e4m3_bytes_to_fp16
 from .hadamard import hadamard_butterflies
 from .packed_quant import unpack_pairs
-from .quant import encode_int4, int4_scale_and_zero_point, reciprocal_rn
+from .quant import encode_int4, int4_scale_zero_point_and_stored_scale, reciprocal_rn
 
 
-def _encode_int4_ptx(codes_per_word: int) -> str:
+def _encode_8_int4_codes_ptx(num_tiles: int) -> str:
     """Returns PTX: 8 columns, 1 / scale and zero point of each → 8 nibbles $0.
 
-    Operands are tiles of n = 8 / codes_per_word elements: columns codes_per_word * i + j first, then 1 / scale and
+    Operands are tiles of n = 8 / num_tiles elements: columns num_tiles * i + j first, then 1 / scale and
     zero points of element i.
     A saturating multiply-add gives (y + 0.5) / 16 in [0, 1], rounded as y + 0.5 is; 2^19, whose last bit is 1 / 16,
     rounds it down to the code, or to 16 where that is 15. NaN saturates to 0.
     """
-    n = 8 // codes_per_word
+    n = 8 // num_tiles
     lines = ["{", ".reg .f32 x;", ".reg .b32 k<8>, t;"]
     for c in range(8):
-        i, j = divmod(c, codes_per_word)
+        i, j = divmod(c, num_tiles)
         lines += [
             f"mul.rn.f32 x, ${1 + j * n + i}, ${1 + 8 + i};",
             f"add.rn.f32 x, x, ${1 + 8 + n + i};",
@@ -51,7 +51,7 @@ def _constraints(pack: int) -> str:
     return "=r" + ",f" * (8 + 2 * 8 // pack)
 
 
-_ENCODE_2_PTX, _ENCODE_4_PTX = tl.constexpr(_encode_int4_ptx(2)), tl.constexpr(_encode_int4_ptx(4))
+_ENCODE_2_PTX, _ENCODE_4_PTX = tl.constexpr(_encode_8_int4_codes_ptx(2)), tl.constexpr(_encode_8_int4_codes_ptx(4))
 _CONSTRAINTS_2, _CONSTRAINTS_4 = tl.constexpr(_constraints(2)), tl.constexpr(_constraints(4))
 _E4M3_PTX = tl.constexpr(
     "{\n.reg .b16 l, h;\nmov.b32 {l, h}, $2;\ncvt.rn.f16x2.e4m3x2 $0, l;\ncvt.rn.f16x2.e4m3x2 $1, h;\n}"
@@ -88,7 +88,9 @@ def e4m3_words_to_fp16_pairs(words):
 
 
 @triton.jit
-def decode_32bit_words(words, FORMAT: tl.constexpr, NATIVE_E4M3: tl.constexpr, USE_PTX: tl.constexpr):
+def decode_32bit_words_of_8_or_16bit_codes(
+    words, FORMAT: tl.constexpr, NATIVE_E4M3: tl.constexpr, USE_PTX: tl.constexpr
+):
     """Returns the codes of words as fp32 numbers, exactly: PACK tiles."""
     if FORMAT.CODE == BF16 or FORMAT.CODE == FP16:
         return unpack_pairs(words, FORMAT.CODE == FP16)
@@ -121,7 +123,7 @@ def xor_words_of_signs(p_signs, WORDS_PER_ROW: tl.constexpr, PACK: tl.constexpr)
 
 
 @triton.jit
-def hadamard_of_row_tiles(tiles):
+def normalized_hadamard_of_row_tiles(tiles):
     """Returns rows times the normalised Hadamard matrix, in the order of stages of `hadamard_butterflies`."""
     PACK: tl.constexpr = len(tiles)
     ROWS: tl.constexpr = tiles[0].shape[0]
@@ -225,7 +227,7 @@ def quantize_and_store_int4_tiles(
         tiles = numbers
         row_min, row_max = row_min_max_of_tiles(tiles)
     row_min, row_max = tl.where(row_min < 0, row_min, 0.0), tl.where(row_max > 0, row_max, 0.0)
-    scale, zero_point, stored_scale = int4_scale_and_zero_point(row_min, row_max)
+    scale, zero_point, stored_scale = int4_scale_zero_point_and_stored_scale(row_min, row_max)
     codes = encode_int4_tiles(tiles, reciprocal_rn(scale)[:, None], zero_point[:, None], USE_PTX)
     i = tl.arange(0, codes.shape[1])[None, :]
     tl.store((p_codes + o_codes).to(tl.pointer_type(codes.dtype)) + i, codes, mask=m_write)

@@ -30,7 +30,7 @@ PAGES, SLOTS, VISIBLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def page_table_row_or_key_list(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg: tl.constexpr):
+def page_table_row_ptr_or_key_list(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg: tl.constexpr):
     """Returns where the keys of a request are found: its row of the page table; or the KeyList of row i_request.
 
     lists: (INDICES, INDEX_LENS, SEQ_LENS, CU_SEQLENS_Q, number of requests, of slots, strides of row, head and entry)
@@ -71,7 +71,7 @@ def page_table_row_or_key_list(PAGE_TABLE, stride_table_b, i_request, h, lists, 
 
 @triton.jit
 def load_page_ids_or_listed_keys(key_source, n_block, num_keys, cfg: tl.constexpr):
-    """Loads the page ids of key block n_block, or its listed keys. key_source: from `page_table_row_or_key_list`."""
+    """Loads page ids of key block n_block, or its listed keys. key_source: from `page_table_row_ptr_or_key_list`."""
     if cfg.LIST.LENGTH < 0:
         return load_page_ids(key_source, n_block, num_keys, cfg)
     else:

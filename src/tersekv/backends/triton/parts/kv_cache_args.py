@@ -87,14 +87,14 @@ def format_constants(f: SimpleNamespace) -> dict[str, Any]:
         "BF16": k.code == "bf16",
         "TWO_TERM_Q": needs_two_term_query(f, k),
         "Q_AS_BYTES": by_hand and f.q.dtype == torch.float8_e4m3fn,
-        # Left over by `dequant_packed`; of int4 values nothing: the main loop multiplies accumulators, each by its own.
+        # Left over by `dequant_packed_16bit_words`; of int4 values nothing: the main loop multiplies accumulators.
         "K_RESIDUAL_SCALE": _residual_scale(k, launch.has_ptx(f)),
         "V_RESIDUAL_SCALE": _residual_scale(v, launch.has_ptx(f)) if v.code != "int4" else 1.0,
     }
 
 
 def _residual_scale(fmt: KVFormat, ptx: bool) -> float:
-    """Returns the inverse of `dequant.power_of_2_of_dequant_tile`; of int4, that of tiles with an odd number."""
+    """Returns the inverse of `dequant.dequant_tile_power_of_2_factor`; of int4, that of tiles with an odd number."""
     if fmt.code == "e2m1":
         return 2.0**14 if ptx else 2.0**7
     return 2.0**20 if fmt.code == "int4" and ptx else 1.0

@@ -19,7 +19,7 @@ from tersekv.formats import LATENT_GROUP, latent_format
 from ...host.bind import BYTES, stride_args, tensor_args
 from ...host.launch import next_power_of_2
 from ...host.row_programs import stored_format
-from .quant import TENSOR, quantize_and_store, reciprocal_rn, saturating_cast
+from .quant import TENSOR, cast_to_float_dtype_or_fp8_bytes, quantize_and_store, reciprocal_rn
 
 MAX_HEADS_PER_PROGRAM = 64  # that one program rotates
 REQUESTS_PER_STEP = 128  # scanned at once
@@ -103,7 +103,11 @@ def norm_rope_and_store_row(
     k_pe = apply_rope_interleaved(k_pe, cos, sin, 1, R_PAD).to(tl.float32)
     if K_PE_KIND != "float":
         k_pe = k_pe * quant_scale
-    tl.store(KPE + o_r, saturating_cast(k_pe, KPE.dtype.element_ty, K_PE_KIND, NATIVE_FP8_CAST), mask=o_r < R)
+    tl.store(
+        KPE + o_r,
+        cast_to_float_dtype_or_fp8_bytes(k_pe, KPE.dtype.element_ty, K_PE_KIND, NATIVE_FP8_CAST),
+        mask=o_r < R,
+    )
 
 
 @triton.jit
@@ -130,7 +134,9 @@ def store_seq_lens(SEQ_LENS_OUT, CACHE_LENS, CU_SEQLENS_Q, B, TOKENS_PER_REQUEST
 
 
 @triton.jit
-def find_request_and_position(CU_SEQLENS_Q, CACHE_LENS, t, B, TOKENS_PER_REQUEST: tl.constexpr, BLOCK_B: tl.constexpr):
+def find_request_position_and_validity(
+    CU_SEQLENS_Q, CACHE_LENS, t, B, TOKENS_PER_REQUEST: tl.constexpr, BLOCK_B: tl.constexpr
+):
     """Returns (the request of row t, 0 if none; its position there; whether there is one).
 
     All offsets and lengths are loaded at once, and the right ones selected: a search would wait for one load after the
@@ -169,7 +175,7 @@ def find_request_and_position(CU_SEQLENS_Q, CACHE_LENS, t, B, TOKENS_PER_REQUEST
 
 
 @triton.jit
-def store_latent_or_rope_heads(
+def store_latent_or_roped_heads(
     t, i_head_block, H, q_args, q_pe_out_args, new_row_args, cache_args, norm_args, request_args,
     TOKENS_PER_REQUEST: tl.constexpr, PAGE: tl.constexpr, DN: tl.constexpr, R: tl.constexpr, L: tl.constexpr,
     L_PAD: tl.constexpr,
@@ -206,7 +212,7 @@ def store_latent_or_rope_heads(
         new_latent, new_k_pe = load_new_latent_row(
             KV_C + t * stride_c, K_PE + t * stride_pe, i_head_block < 0, L, R, L_PAD, R_PAD
         )
-    b, position, valid = find_request_and_position(CU_SEQLENS_Q, CACHE_LENS, t, B, TOKENS_PER_REQUEST, BLOCK_B)
+    b, position, valid = find_request_position_and_validity(CU_SEQLENS_Q, CACHE_LENS, t, B, TOKENS_PER_REQUEST, BLOCK_B)
     if valid:
         in_range = (position >= 0) & (position < max_pos)
         freqs = tl.load(

@@ -5,8 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .packed_quant import e2m1_ptx
-from .quant import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK, divide_rn, encode_e2m1, encode_magnitude, reciprocal_rn, row_abs_max
+from .packed_quant import encode_8_e2m1_codes_ptx
+from .quant import (
+    E2M1_MAX,
+    E4M3_MAX,
+    NVFP4_BLOCK,
+    divide_rn,
+    encode_e2m1,
+    reciprocal_rn,
+    round_magnitude_to_code_and_value,
+    row_abs_max,
+)
 
 
 def _encode_ptx() -> str:
@@ -16,7 +25,9 @@ def _encode_ptx() -> str:
     """
     products = [[f"mul.rn.f32 h{c}, ${1 + 2 * (c % 4) + c // 4}, ${9 + c // 4};"] for c in range(8)]
     addends = {"a": "0f80000000", "b": "0fBF800000", "c": "0fC0000000"}  # -0, -1, -2
-    return e2m1_ptx(products, [f"fma.rn.sat.f32 {to}, x, 0f3F000000, {addend};" for to, addend in addends.items()])
+    return encode_8_e2m1_codes_ptx(
+        products, [f"fma.rn.sat.f32 {to}, x, 0f3F000000, {addend};" for to, addend in addends.items()]
+    )
 
 
 _ENCODE_PTX, _CONSTRAINTS = tl.constexpr(_encode_ptx()), tl.constexpr("=r" + ",f" * 10)
@@ -48,7 +59,7 @@ def quantize_and_store_nvfp4_tiles(
     for j in tl.static_range(1, len(tiles)):
         magnitude = tl.maximum(magnitude, tl.abs(tiles[j]))  # ignores NaN
     amax = row_abs_max(tl.reshape(magnitude, [ROWS, WORDS // PER_BLOCK, PER_BLOCK]))
-    scale_code, scale = encode_magnitude(divide_rn(amax, E2M1_MAX) * quant_scale, 3, -6, E4M3_MAX)
+    scale_code, scale = round_magnitude_to_code_and_value(divide_rn(amax, E2M1_MAX) * quant_scale, 3, -6, E4M3_MAX)
     # Where the scale rounds to 0, NaN makes all codes 0.
     inv_scale = tl.where(scale > 0, reciprocal_rn(scale * global_scale), float("nan"))
     inv_scale = tl.broadcast_to(inv_scale[:, :, None], [ROWS, WORDS // PER_BLOCK, PER_BLOCK])

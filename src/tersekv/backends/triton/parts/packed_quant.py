@@ -17,10 +17,10 @@ from .quant import (
     E4M3_MAX,
     divide_rn,
     encode_e2m1,
-    encode_magnitude,
-    int4_scale_and_zero_point,
+    int4_scale_zero_point_and_stored_scale,
     quantize_int4,
     reciprocal_rn,
+    round_magnitude_to_code_and_value,
     row_abs_max,
     row_min_max,
     store_codes,
@@ -29,23 +29,25 @@ from .quant import (
 PAIRS_PER_BLOCK = tl.constexpr(8)
 
 
-def e2m1_ptx(products: Sequence[Sequence[str]], parts: Sequence[str]) -> str:
+def encode_8_e2m1_codes_ptx(
+    product_instructions: Sequence[Sequence[str]], saturated_part_instructions: Sequence[str]
+) -> str:
     """Returns PTX: eight numbers y → their codes $0, the first in the lowest nibble.
 
-    products:  of each, instructions that put y or y / 2 into h0 to h7
-    parts:     instructions that put sat(|y| / 2), sat(|y| / 2 - 1) and sat(|y| / 2 - 2) into a, b and c, from the
-               magnitude x of h
+    product_instructions:         of each, those that put y or y / 2 into h0 to h7
+    saturated_part_instructions:  those that put sat(|y| / 2), sat(|y| / 2 - 1) and sat(|y| / 2 - 2) into a, b and c,
+                                  from the magnitude x of h
 
     The magnitude's code is the sum of three parts that saturate, each rounded to nearest even by adding it to 2^23: 4 a
     counts halves up to 2, then 2 b ones up to 4, then c twos up to 6. The multipliers do it all, at twice the rate of
     comparisons. NaN saturates to 0, and a product that is NaN has a positive sign.
     """
     lines = ["{", ".reg .f32 x, h<8>, a, b, c, r;", ".reg .b32 k<8>, even, odd, s, t;", ".reg .b16 low, high;"]
-    for i, product in enumerate(products):
+    for i, product in enumerate(product_instructions):
         lines += [
             *product,
             f"abs.f32 x, h{i};",
-            *parts,
+            *saturated_part_instructions,
             "fma.rn.f32 r, a, 0f40800000, 0f4B000000;",
             "fma.rn.f32 r, b, 0f40000000, r;",
             "add.rn.f32 r, r, c;",
@@ -78,7 +80,7 @@ def _pairs_to_e2m1_ptx(fp16: bool) -> str:
             lines = [f"and.b32 t, {word}, 0xFFFF0000;" if i % 2 else f"shl.b32 t, {word}, 16;", "mov.b32 x, t;"]
         products.append([*lines, f"mul.rn.f32 h{i}, x, {inv_scale};"])
     parts = "add.rn.sat.f32 a, x, 0f80000000;", "add.rn.sat.f32 b, x, 0fBF800000;", "add.rn.sat.f32 c, x, 0fC0000000;"
-    return e2m1_ptx(products, parts)
+    return encode_8_e2m1_codes_ptx(products, parts)
 
 
 _BF16_TO_E2M1_PTX = tl.constexpr(_pairs_to_e2m1_ptx(False))
@@ -137,7 +139,7 @@ def encode_nvfp4_codes_and_scales_of_pairs(
     ROWS: tl.constexpr = packed.shape[0]
     NUM_PAIRS: tl.constexpr = packed.shape[1]
     amax = block_abs_max_of_pairs(packed, FP16, USE_PTX)
-    scale_code, scale = encode_magnitude(divide_rn(amax, E2M1_MAX) * quant_scale, 3, -6, E4M3_MAX)
+    scale_code, scale = round_magnitude_to_code_and_value(divide_rn(amax, E2M1_MAX) * quant_scale, 3, -6, E4M3_MAX)
     inv_scale = tl.where(scale > 0, reciprocal_rn(scale * global_scale), float("nan"))
     inv_scale = tl.broadcast_to(inv_scale[:, :, None], [ROWS, NUM_PAIRS // PAIRS_PER_BLOCK, PAIRS_PER_BLOCK])
     inv_scale = tl.reshape(inv_scale, [ROWS, NUM_PAIRS])
@@ -190,7 +192,7 @@ def quantize_and_store_int4_pairs(
     even, odd = unpack_pairs(packed, FP16)
     even_min, even_max = row_min_max(even, D // 2, WIDEN_TO_0)
     odd_min, odd_max = row_min_max(odd, D // 2, WIDEN_TO_0)
-    scale, zero_point, stored_scale = int4_scale_and_zero_point(
+    scale, zero_point, stored_scale = int4_scale_zero_point_and_stored_scale(
         tl.minimum(even_min, odd_min), tl.maximum(even_max, odd_max)
     )
     codes = quantize_int4(even, scale, zero_point) | (quantize_int4(odd, scale, zero_point) << 4)

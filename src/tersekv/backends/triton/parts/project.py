@@ -17,12 +17,14 @@ GROUP = tl.constexpr(LATENT_GROUP)
 
 
 @triton.jit
-def load_column_group(p, mask, first_column, COLUMNS: tl.constexpr):
-    """Loads columns first_column … first_column + 127 of rows; 0 from column COLUMNS on."""
-    if COLUMNS // GROUP * GROUP == COLUMNS:
+def load_128_columns(p, mask, first_column, TOTAL_COLUMNS: tl.constexpr):
+    """Loads columns first_column … first_column + 127 of rows; 0 from column TOTAL_COLUMNS on."""
+    if TOTAL_COLUMNS // GROUP * GROUP == TOTAL_COLUMNS:
         return tl.load(p + first_column, mask=mask, other=0)
     else:
-        return tl.load(p + first_column, mask=mask & (tl.arange(0, GROUP) + first_column < COLUMNS)[None, :], other=0)
+        return tl.load(
+            p + first_column, mask=mask & (tl.arange(0, GROUP) + first_column < TOTAL_COLUMNS)[None, :], other=0
+        )
 
 
 @triton.jit
@@ -36,8 +38,8 @@ def load_weight_scale(p, o_n, N: tl.constexpr):
 
 @triton.jit
 def quantize_rows_e4m3_codes_and_scales(x, NATIVE_FP8_CAST: tl.constexpr):
-    """Returns (e4m3 codes, scales) of rows of 128 columns, as `quantize_latent_codes_and_group_scales` except signs of
-    zeros."""
+    """Returns (e4m3 codes, scales) of rows of 128 columns, as the oracle's `quantize_gemm_input_by_128_columns`
+    except signs of zeros."""
     if x.dtype == tl.bfloat16:
         # By bits: a conversion would handle NaN, which takes four times as long.
         x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -100,7 +102,7 @@ def prefetch_weights_and_scales(
         p_scale = W_SCALE + h * stride_sh + o_s.to(tl.int64) * stride_sn
     weights, scales = (), ()
     for g in tl.static_range(PREFETCH_GROUPS):
-        weights = weights + (load_column_group(p_w, (o_n < N)[:, None], g * GROUP, K),)
+        weights = weights + (load_128_columns(p_w, (o_n < N)[:, None], g * GROUP, K),)
         scales = scales + (load_weight_scale(p_scale + g, o_n, N) if W_SCALE is not None else 1.0,)
     return (p_w, p_scale), weights, scales
 
@@ -157,12 +159,12 @@ def project_head(
     if PREFETCH_GROUPS > 0:
         x_groups = ()
         for g in tl.static_range(PREFETCH_GROUPS):
-            x_groups = x_groups + (load_column_group(p_x, m_m, g * GROUP, K),)
+            x_groups = x_groups + (load_128_columns(p_x, m_m, g * GROUP, K),)
         acc = accumulate_prefetched_groups(x_groups, weights, scales, SCALED, SWAP_AB, NATIVE_FP8_MMA, NATIVE_FP8_CAST)
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP_AB else [BLOCK_M, BLOCK_N], tl.float32)
     for k in tl.range(PREFETCH_GROUPS * GROUP, K, GROUP):
         scale = load_weight_scale(p_scale + k // GROUP, o_n, N) if SCALED else 1.0
-        x, w = load_column_group(p_x, m_m, k, K), load_column_group(p_w, (o_n < N)[:, None], k, K)
+        x, w = load_128_columns(p_x, m_m, k, K), load_128_columns(p_w, (o_n < N)[:, None], k, K)
         acc = accumulate_group(acc, x, w, scale, SCALED, SWAP_AB, NATIVE_FP8_MMA, NATIVE_FP8_CAST)
     store_projection(acc, out_args, h, first_column, o_m, T, N, BLOCK_N, SWAP_AB)

@@ -52,7 +52,9 @@ def row_abs_max(x):
 
 
 @triton.jit
-def encode_magnitude(y, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX_VALUE: tl.constexpr):
+def round_magnitude_to_code_and_value(
+    y, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX_VALUE: tl.constexpr
+):
     """Rounds |y| to a float with MANTISSA_BITS bits whose normals begin at 2^MIN_EXPONENT: ties to even, saturating at
     MAX_VALUE.
 
@@ -82,9 +84,9 @@ def encode_fp8(y, E5M2: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
             return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         if E5M2:
-            code, _ = encode_magnitude(y, 2, -14, E5M2_MAX)
+            code, _ = round_magnitude_to_code_and_value(y, 2, -14, E5M2_MAX)
         else:
-            code, _ = encode_magnitude(y, 3, -6, E4M3_MAX)
+            code, _ = round_magnitude_to_code_and_value(y, 3, -6, E4M3_MAX)
         code = code | ((y.to(tl.uint32, bitcast=True) >> 24) & 0x80)
         return tl.where(y != y, 0x7F, code).to(tl.uint8)
 
@@ -100,7 +102,7 @@ def encode_int8(y):
 @triton.jit
 def encode_e2m1(y):
     """Returns codes 0 to 15, uint32, of fp32: to nearest, ties to the even code, saturating; bit 3 the sign; NaN: 0."""
-    code, _ = encode_magnitude(y, 1, 0, E2M1_MAX)
+    code, _ = round_magnitude_to_code_and_value(y, 1, 0, E2M1_MAX)
     code = code | ((y.to(tl.uint32, bitcast=True) >> 28) & 0x8)
     return tl.where(y == y, code, 0)
 
@@ -115,7 +117,9 @@ def encode_nvfp4_codes_and_scales(x, inv_global_scale, global_scale):
     ROWS: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
     blocks = tl.reshape(x, [ROWS, D // NVFP4_BLOCK, NVFP4_BLOCK])
-    scale_code, scale = encode_magnitude(divide_rn(row_abs_max(blocks), E2M1_MAX) * inv_global_scale, 3, -6, E4M3_MAX)
+    scale_code, scale = round_magnitude_to_code_and_value(
+        divide_rn(row_abs_max(blocks), E2M1_MAX) * inv_global_scale, 3, -6, E4M3_MAX
+    )
     # Where the scale rounds to 0, NaN makes all codes 0.
     inv_scale = tl.where(scale > 0, reciprocal_rn(scale * global_scale), float("nan"))
     codes = encode_e2m1(blocks * inv_scale[:, :, None])
@@ -197,7 +201,7 @@ def row_min_max(x, D: tl.constexpr, INCLUDE_ZERO: tl.constexpr):
 
 
 @triton.jit
-def int4_scale_and_zero_point(row_min, row_max):
+def int4_scale_zero_point_and_stored_scale(row_min, row_max):
     """Returns scale and zero point, both fp32 [ROWS], of rows with these ranges, and their stored form."""
     scale = divide_rn(row_max - row_min, INT4_MAX)
     scale = tl.where(scale > MIN_TOKEN_HEAD_SCALE, scale, MIN_TOKEN_HEAD_SCALE)
@@ -230,13 +234,15 @@ def store_codes(p, o_codes, codes, m_write, D: tl.constexpr):
 
 
 @triton.jit
-def saturating_cast(y, FLOAT_DTYPE: tl.constexpr, KIND: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
-    """Casts fp32 to DTYPE, or for KIND "e4m3" | "e5m2" to bytes: to nearest even; 8-bit kinds saturate."""
-    if KIND == "float":
+def cast_to_float_dtype_or_fp8_bytes(
+    y, FLOAT_DTYPE: tl.constexpr, FLOAT_OR_FP8_KIND: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr
+):
+    """Casts fp32 to FLOAT_DTYPE, or for "e4m3" | "e5m2" to bytes: to nearest even; 8-bit kinds saturate."""
+    if FLOAT_OR_FP8_KIND == "float":
         return y.to(FLOAT_DTYPE)
     else:
-        tl.static_assert(KIND == "e4m3" or KIND == "e5m2", "a kind that cast does not know")
-        return encode_fp8(y, KIND == "e5m2", NATIVE_FP8_CAST)
+        tl.static_assert(FLOAT_OR_FP8_KIND == "e4m3" or FLOAT_OR_FP8_KIND == "e5m2", "a kind that cast does not know")
+        return encode_fp8(y, FLOAT_OR_FP8_KIND == "e5m2", NATIVE_FP8_CAST)
 
 
 @triton.jit
@@ -269,7 +275,7 @@ def quantize_and_store(
         quantize_and_store_ue8m0_rows(x, p_codes, p_scales, o_codes, o_scales, m_write, D, FORMAT, NATIVE_FP8_CAST)
     elif FORMAT.CODE == "int4" and FORMAT.SCALE == TOKEN_HEAD:
         row_min, row_max = row_min_max(x, D, FORMAT.WIDEN)
-        scale, zero_point, stored_scale = int4_scale_and_zero_point(row_min, row_max)
+        scale, zero_point, stored_scale = int4_scale_zero_point_and_stored_scale(row_min, row_max)
         quantize_pack_and_store_int4(p_codes, o_codes, x, scale, zero_point, m_write, D)
         tl.store(p_scales + o_scales, stored_scale[:, None], mask=m_write)
     elif FORMAT.SCALE == TOKEN_HEAD:
@@ -282,7 +288,7 @@ def quantize_and_store(
         tl.store(p_scales + o_scales, scale[:, None], mask=m_write)
     elif FORMAT.SCALE == TENSOR:
         CODE: tl.constexpr = FORMAT.CODE
-        codes = saturating_cast(x * quant_scale, tl.uint8, CODE, NATIVE_FP8_CAST)
+        codes = cast_to_float_dtype_or_fp8_bytes(x * quant_scale, tl.uint8, CODE, NATIVE_FP8_CAST)
         tl.store(p_codes + o_codes + c, codes, mask=mask)
     else:
         tl.static_assert(FORMAT.CODE == "bf16" or FORMAT.CODE == "fp16", "a code that store does not know")
@@ -298,7 +304,7 @@ def quantize_and_store_halves(
     if FORMAT.CODE == "int4" and FORMAT.SCALE == TOKEN_HEAD:
         row_min, row_max = row_min_max(first_half, HALF, FORMAT.WIDEN)
         row_min_y, row_max_y = row_min_max(second_half, HALF, FORMAT.WIDEN)
-        scale, zero_point, stored_scale = int4_scale_and_zero_point(
+        scale, zero_point, stored_scale = int4_scale_zero_point_and_stored_scale(
             tl.minimum(row_min, row_min_y), tl.maximum(row_max, row_max_y)
         )
         quantize_pack_and_store_int4(p_codes, o_codes, first_half, scale, zero_point, m_write, HALF)

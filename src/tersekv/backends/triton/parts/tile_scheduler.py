@@ -5,7 +5,7 @@ time. There is no plan call, and lengths may change between replays of a CUDA gr
 
 A range covers whole work tiles, whose output is stored at once, and at most two splits: the first, of a work tile that
 began earlier (workspace slot 2p), and the last, of one that goes on (slot 2p + 1). The program in which a split work
-tile begins also stores it in SPLIT_METADATA, which `combine_kernel` reads.
+tile begins also stores it in SPLIT_METADATA, which `combine_by_split_metadata_kernel` reads.
 
 Batch invariance (SPLIT_BLOCKS > 0): a work tile is split by its own length alone. A range takes the splits that begin
 in it, and their states go to slots of their own, which `combine_batch_invariant_kernel` finds by the lengths.
@@ -76,23 +76,23 @@ def find_work_tile(CU_SEQLENS_Q, B, i_work_tile, cfg: tl.constexpr):
 
 
 @triton.jit
-def load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, m_b, cfg: tl.constexpr):
+def load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, m_request, cfg: tl.constexpr):
     """Loads the RequestShape of request(s) i_request; with lists of keys of row(s), and SEQ_LENS counts entries."""
     if cfg.LIST.LENGTH < 0:
-        num_keys = tl.load(SEQ_LENS + i_request, mask=m_b, other=0).to(tl.int32)
+        num_keys = tl.load(SEQ_LENS + i_request, mask=m_request, other=0).to(tl.int32)
     else:
         # NOTE: Triton 3.6 does not compile all loops whose bounds are constants; i_request is never negative.
-        num_keys = tl.where(m_b & (i_request >= 0), cfg.LIST.LENGTH * cfg.LIST.BLOCK, i_request * 0)
+        num_keys = tl.where(m_request & (i_request >= 0), cfg.LIST.LENGTH * cfg.LIST.BLOCK, i_request * 0)
         if cfg.LIST.HAS_LENS and cfg.LIST.LENS_STRIDE_H == 0:
-            num_entries = tl.load(SEQ_LENS + i_request.to(tl.int64) * cfg.LIST.LENS_STRIDE, mask=m_b, other=0)
+            num_entries = tl.load(SEQ_LENS + i_request.to(tl.int64) * cfg.LIST.LENS_STRIDE, mask=m_request, other=0)
             num_entries = tl.minimum(tl.maximum(num_entries.to(tl.int64), 0), cfg.LIST.LENGTH)
             num_keys = (num_entries * cfg.LIST.BLOCK).to(tl.int32)
     if cfg.VARLEN_Q:
-        q_begin = tl.load(CU_SEQLENS_Q + i_request, mask=m_b, other=0).to(tl.int32)
-        num_q_rows = tl.load(CU_SEQLENS_Q + i_request + 1, mask=m_b, other=0).to(tl.int32) - q_begin
+        q_begin = tl.load(CU_SEQLENS_Q + i_request, mask=m_request, other=0).to(tl.int32)
+        num_q_rows = tl.load(CU_SEQLENS_Q + i_request + 1, mask=m_request, other=0).to(tl.int32) - q_begin
     else:
         q_begin = i_request * cfg.MAX_SEQLEN_Q
-        num_q_rows = tl.where(m_b, cfg.MAX_SEQLEN_Q, 0)
+        num_q_rows = tl.where(m_request, cfg.MAX_SEQLEN_Q, 0)
     first_n_block = num_keys * 0
     if cfg.WINDOW > 0:
         first_n_block = tl.maximum(num_keys - num_q_rows - cfg.WINDOW + 1, 0) // cfg.BLOCK_N
@@ -108,7 +108,7 @@ def find_program_block_range_and_blocks_per_range(SEQ_LENS, CU_SEQLENS_Q, B, i_r
     total_blocks = 0
     for i in range(0, B, cfg.BLOCK_B):
         o_b = i + tl.arange(0, cfg.BLOCK_B)
-        shapes = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+        shapes = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
         total_blocks += tl.sum(shapes.num_n_blocks * shapes.num_m_blocks)
     blocks_per_range = tl.maximum(tl.cdiv(total_blocks, num_ranges), cfg.MIN_BLOCKS_PER_RANGE)
     block_begin = i_range * blocks_per_range
@@ -121,7 +121,7 @@ def find_request_and_base_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg: tl.con
     i_request, n_block_base, blocks_before = 0, 0, 0
     for i in range(0, B, cfg.BLOCK_B):
         o_b = i + tl.arange(0, cfg.BLOCK_B)
-        shapes = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+        shapes = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
         block_ends = blocks_before + tl.cumsum(shapes.num_n_blocks * shapes.num_m_blocks, 0)
         is_before = (block_ends <= block) & (o_b < B)
         i_request += tl.sum(is_before.to(tl.int32))

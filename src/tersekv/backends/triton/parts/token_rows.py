@@ -16,11 +16,11 @@ from .quant import reciprocal_rn
 
 
 @triton.jit
-def pdl_wait_and_launch(USE_PDL: tl.constexpr, PDL_LAUNCH_LATE: tl.constexpr = False):
+def pdl_early_launch_and_wait(USE_PDL: tl.constexpr, PDL_LAUNCH_LATE: tl.constexpr = False):
     """With PDL: lets the next kernel's programs start, and waits until the previous kernel is done.
 
     Nothing may be loaded or stored before this line; arithmetic before it, addresses first, is free.
-    PDL_LAUNCH_LATE: the next kernel's programs may start only at `pdl_launch_or_order_loads`
+    PDL_LAUNCH_LATE: the next kernel's programs may start only at `pdl_late_launch_or_order_loads`
     """
     if USE_PDL:
         if not PDL_LAUNCH_LATE:
@@ -29,7 +29,7 @@ def pdl_wait_and_launch(USE_PDL: tl.constexpr, PDL_LAUNCH_LATE: tl.constexpr = F
 
 
 @triton.jit
-def pdl_launch_or_order_loads(USE_PDL: tl.constexpr, PDL_LAUNCH_LATE: tl.constexpr, ORDER_LOADS: tl.constexpr):
+def pdl_late_launch_or_order_loads(USE_PDL: tl.constexpr, PDL_LAUNCH_LATE: tl.constexpr, ORDER_LOADS: tl.constexpr):
     """Goes behind all independent loads, and before the use of their values.
 
     ORDER_LOADS: loads are issued here, though ptxas would save registers by issuing those of rows only after the
@@ -43,7 +43,7 @@ def pdl_launch_or_order_loads(USE_PDL: tl.constexpr, PDL_LAUNCH_LATE: tl.constex
 
 
 @triton.jit
-def token_and_head_of_rows(i_block, num_tokens, H: tl.constexpr, ROWS: tl.constexpr):
+def clamped_token_and_head_of_rows(i_block, num_tokens, H: tl.constexpr, ROWS: tl.constexpr):
     """Returns token ([1] where one has all rows, else [ROWS]) and head [ROWS] of each row of a block."""
     first_row = i_block * ROWS
     o_row = tl.arange(0, ROWS)
@@ -169,12 +169,12 @@ def store_rows(p, x, m_unique, D: tl.constexpr):
 
 
 @triton.jit
-def load_cos_sin(p_cos_sin_row, has_position, HALF: tl.constexpr, D_PAD: tl.constexpr):
-    """Loads cos and sin [1 or ROWS, D_PAD]; 0 from column HALF on, and where the token has no position.
+def load_cos_sin_or_zeros(p_cos_sin_row, has_position, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
+    """Loads cos and sin [1 or ROWS, HALF_PAD]; 0 from column HALF on, and where the token has no position.
 
     They stay in L2, past which q, k and v stream: all heads, and all layers, load them again.
     """
-    i = tl.arange(0, D_PAD)[None, :]
+    i = tl.arange(0, HALF_PAD)[None, :]
     valid = has_position & (i < HALF)
     cos = tl.load(p_cos_sin_row + i, mask=valid, other=0.0, eviction_policy="evict_last")
     return cos, tl.load(p_cos_sin_row + (HALF + i), mask=valid, other=0.0, eviction_policy="evict_last")
@@ -221,7 +221,7 @@ def apply_rope_to_rows(
     """
     HALF: tl.constexpr = R // 2
     if INTERLEAVED:
-        cos, sin = load_cos_sin(p_cos_sin_row, has_position, HALF, D_PAD // 2)
+        cos, sin = load_cos_sin_or_zeros(p_cos_sin_row, has_position, HALF, D_PAD // 2)
         even, odd = deinterleave_pairs(x)
         a, b = apply_rope(even, odd, cos, sin)
         if R < D_PAD:

@@ -13,8 +13,8 @@ late blocks, which see most keys, start first.
 import triton
 import triton.language as tl
 
-from ..parts.combine import cast_output, compute_acc_scale_and_lse, load_scale
-from ..parts.dequant import INT4, power_of_2_of_dequant_tile
+from ..parts.combine import cast_output, compute_acc_scale_and_lse, load_device_or_host_scale
+from ..parts.dequant import INT4, dequant_tile_power_of_2_factor
 from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
 from ..parts.tile_scheduler import store_empty_output_of_padding_rows
 from .mainloop import (
@@ -132,7 +132,9 @@ def reorder_columns_and_unrotate_acc(acc_o, rotation, h, cfg: tl.constexpr):
     acc_o = transpose_column_order(acc_o, PACK, cfg.BLOCK_DV)
     if cfg.CODE == INT4:
         acc_o *= column_scales(
-            1.0 / power_of_2_of_dequant_tile(0, cfg), 1.0 / power_of_2_of_dequant_tile(1, cfg), PACK * cfg.BLOCK_DV
+            1.0 / dequant_tile_power_of_2_factor(0, cfg),
+            1.0 / dequant_tile_power_of_2_factor(1, cfg),
+            PACK * cfg.BLOCK_DV,
         )
     return unrotate_and_rescale_output((acc_o,), rotation, h, 1, cfg.DV)[0]
 
@@ -175,8 +177,10 @@ def prefill_kernel(
             tl.minimum(tl.cdiv(row_begin + cfg.BLOCK_M, cfg.GROUP), num_q_rows),
         )
         # Scales of scores and values; the query, rotated like cached keys
-        score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E
-        value_scale = load_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * cfg.V_RESIDUAL_SCALE
+        score_scale = load_device_or_host_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E
+        value_scale = (
+            load_device_or_host_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * cfg.V_RESIDUAL_SCALE
+        )
         x = load_query_rows(Q, tokens, heads, m_row, stride_q_t, stride_q_h, cfg)
         q, row_scale = to_query_tiles_and_score_scale(
             scale_and_rotate_query((x,), (K_SIGNS, K_CHANNEL_SCALES, stride_k_channel_scales_h), h, 1, cfg.D)[0], cfg
@@ -194,7 +198,9 @@ def prefill_kernel(
             0, tl.maximum(first_new_position, 0) if cfg.HAS_NEW_KV else num_keys, first_new_position + token_begin,
             first_new_position + token_end, cfg,
         )  # fmt: skip
-        scale = row_scale * (score_scale * load_scale(k_scale, K_SCALE, h * cfg.K_SCALE_STRIDE, cfg.HAS_K_SCALE))
+        scale = row_scale * (
+            score_scale * load_device_or_host_scale(k_scale, K_SCALE, h * cfg.K_SCALE_STRIDE, cfg.HAS_K_SCALE)
+        )
         p_page_ids = PAGE_TABLE + i_request.to(tl.int64) * stride_table_b
         rotation = (V_SIGNS, V_CHANNEL_SCALES, stride_v_channel_scales_h)
         if cfg.SPLIT_KEYS > 0:
@@ -253,7 +259,7 @@ def finalize_and_store_output_and_lse(softmax_state, value_scale, out_scale, OUT
     """Stores the output of query rows, unrotated acc_o × acc_scale, and their LSE."""
     PACK: tl.constexpr = cfg.PACK
     row_max, row_sum, acc_o = softmax_state
-    value_scale *= load_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
+    value_scale *= load_device_or_host_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
     acc_scale, lse = compute_acc_scale_and_lse(row_max, row_sum, value_scale, SINKS, heads, m_row, cfg)
     o_d = tl.arange(0, PACK * cfg.BLOCK_DV)
     p_out = OUT + (tokens * stride_out_t + heads * stride_out_h)[:, None] + o_d[None, :]
@@ -308,7 +314,9 @@ def combine_in_order_kernel(
             for j in tl.static_range(SPLITS_IN_FLIGHT):
                 row_max, row_sum, acc_o = combine_two_splits((row_max, row_sum, acc_o), states[j])
         # Epilogue
-        value_scale = load_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * cfg.V_RESIDUAL_SCALE
+        value_scale = (
+            load_device_or_host_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * cfg.V_RESIDUAL_SCALE
+        )
         tokens, heads = q_begin + o_r // cfg.GROUP, (h * cfg.GROUP + o_r % cfg.GROUP).to(tl.int64)
         finalize_and_store_output_and_lse(
             (row_max, row_sum, acc_o), value_scale, out_scale, OUT_SCALE, SINKS, OUT, LSE, tokens, heads, m_row,

@@ -12,15 +12,15 @@ import triton.language as tl
 
 from ..parts.dequant import (
     INT4,
-    dequant_packed,
+    approx_log2_and_reciprocal,
+    dequant_packed_16bit_words,
+    dequant_tile_power_of_2_factor,
     e4m3_bytes_to_fp16,
-    expand_block_scales,
+    expand_e4m3_block_scales_to_fp16,
     int4_zero_points,
-    log2_and_reciprocal,
-    power_of_2_of_dequant_tile,
 )
 from ..parts.page_table import load_page_ids, page_slots
-from ..parts.softcap import apply_softcap
+from ..parts.softcap import apply_softcap_to_log2_scores
 
 
 class StridedRows(NamedTuple):
@@ -115,7 +115,7 @@ def to_query_tiles_and_score_scale(x, cfg: tl.constexpr):
         x *= inv_scale[:, None]
         if cfg.K.CODE == INT4:
             x *= column_scales(
-                power_of_2_of_dequant_tile(1, cfg.K) / power_of_2_of_dequant_tile(0, cfg.K), 1.0, x.shape[1]
+                dequant_tile_power_of_2_factor(1, cfg.K) / dequant_tile_power_of_2_factor(0, cfg.K), 1.0, x.shape[1]
             )
         row_scale = (exponent << 23).to(tl.float32, bitcast=True) * cfg.K_RESIDUAL_SCALE
         return (transpose_column_order(x.to(tl.float16), cfg.BLOCK_D, cfg.K.PACK),), row_scale
@@ -193,16 +193,18 @@ def dequant_kv_block(
     packed, scales, PACKED_COLUMNS_PAD: tl.constexpr, IS_NEW_KV: tl.constexpr, row_format: tl.constexpr
 ):
     """Returns a tile [BLOCK_N, PACK * PACKED_COLUMNS_PAD] for the matrix unit, dequantized from packed codes [BLOCK_N,
-    PACKED_COLUMNS_PAD]: the tiles of `dequant_packed`, side by side."""
+    PACKED_COLUMNS_PAD]: the tiles of `dequant_packed_16bit_words`, side by side."""
     if IS_NEW_KV:
         return packed
     else:
         operand = None
         if row_format.BLOCK_SCALES:
-            operand = expand_block_scales(scales[0], packed.shape[0], PACKED_COLUMNS_PAD // 4, 4, row_format)
+            operand = expand_e4m3_block_scales_to_fp16(
+                scales[0], packed.shape[0], PACKED_COLUMNS_PAD // 4, 4, row_format
+            )
         elif row_format.CODE == INT4:
             operand = int4_zero_points(scales[0]).to(tl.int16)[:, None]
-        return concatenate_columns(dequant_packed(packed, row_format, operand), row_format.PACK)
+        return concatenate_columns(dequant_packed_16bit_words(packed, row_format, operand), row_format.PACK)
 
 
 @triton.jit
@@ -216,7 +218,7 @@ def compute_scores(q, keys, score_scale, k_scales, softcap, IS_NEW_KV: tl.conste
     if K_FORMAT.TOKEN_SCALES and not IS_NEW_KV:
         s *= k_scales[0][None, :]
     if cfg.HAS_SOFTCAP:
-        s = apply_softcap(s, softcap)
+        s = apply_softcap_to_log2_scores(s, softcap)
     return s
 
 
@@ -249,7 +251,7 @@ def attend_kv_block(q, softmax_state, K: KVOperand, V: KVOperand, page_ids, n_bl
     if cfg.TOKEN_SCALES and not IS_NEW_KV:
         # V's scale joins the exponent, so that the P that multiplies codes lies in (0, 1].
         safe_v_scales = tl.maximum(v_scales[0], 1e-30)
-        log2_v_scales, inv_v_scales = log2_and_reciprocal(safe_v_scales, cfg)
+        log2_v_scales, inv_v_scales = approx_log2_and_reciprocal(safe_v_scales, cfg)
         s += log2_v_scales[None, :]
     # Mask
     if MASKED:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ....triton.parts.combine import cast_output, compute_acc_scale_and_lse, load_scale
+from ....triton.parts.combine import cast_output, compute_acc_scale_and_lse, load_device_or_host_scale
 from ....triton.parts.project import (
     GROUP,
     accumulate_scaled_group,
@@ -63,7 +63,7 @@ def combine_kernel(
         row = m_block * cfg.BLOCK_M + o_r
         heads = (h * cfg.GROUP + row % cfg.GROUP).to(tl.int64)
         tokens = (q_begin + row // cfg.GROUP).to(tl.int64)
-        value_scale = load_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE) * load_scale(
+        value_scale = load_device_or_host_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE) * load_device_or_host_scale(
             out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE
         )
         acc_scale, lse = compute_acc_scale_and_lse(
@@ -162,7 +162,7 @@ def combine_project_kernel(
     )
     # Not only 1: where CTAs take whole work tiles, `num_splits` is 1 minus the index of the CTA range.
     unsplit_latents = tl.load(p_unsplit, mask=(is_row & (num_splits <= 1))[:, None], other=0.0)
-    value_scale = load_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE)
+    value_scale = load_device_or_host_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE)
     o_d = tl.arange(0, cfg.DV) % cfg.PACK * cfg.BLOCK_DV + tl.arange(0, cfg.DV) // cfg.PACK
     latents = load_and_combine_splits_of_rows(
         SPLIT_WORKSPACE, first_cta, tl.where(is_split, num_splits, 0), o_r, o_d, value_scale, SPLITS_PER_STEP, cfg

@@ -31,7 +31,7 @@ from ....triton.parts.latent_rows import (
     lookup_page_slot_and_validity,
     rope_query_args,
 )
-from ....triton.parts.token_rows import pdl_wait_and_launch
+from ....triton.parts.token_rows import pdl_early_launch_and_wait
 
 _MAX_BLOCK_H = 64  # heads that are cleared at a time
 
@@ -105,7 +105,7 @@ def gather_latents_kernel(
     IS_FIRST_CHUNK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Gathers one row of the chunk, clears WORK_COUNTER's 4 numbers, and stores MAY_HAVE_NAN [rows]."""
-    pdl_wait_and_launch(USE_PDL)
+    pdl_early_launch_and_wait(USE_PDL)
     i_row = tl.program_id(0).to(tl.int64)
     tl.store(WORK_COUNTER + tl.arange(0, 4), tl.zeros([4], tl.int32), mask=i_row == 0)
     if IS_FIRST_CHUNK:
