@@ -155,7 +155,7 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
     )  # three_warpgroups stores columns in order
     kernel, outputs = _select_kernel(is_16_bit, config), output_and_workspace_args(f) | tensor_args(SINKS="sinks")
     arguments = (
-        portable.query_and_kv_scale_args(f)
+        portable.kv_scale_and_query_tensor_args(f)
         | split_pass_args_without_q_and_kv(f)
         | outputs
         | _tensor_map_and_oob_row_args(f, cfg, cache_matrices)

@@ -167,14 +167,14 @@ def count_unequal_signs(src_attributes, dst_attributes, NUM_SIGNS: tl.constexpr)
 
 
 @triton.jit
-def load_channel_scales_or_ones(attributes, head, D: tl.constexpr, D_PAD: tl.constexpr):
+def load_channel_scales_of_rows_or_ones(attributes, head_of_row, D: tl.constexpr, D_PAD: tl.constexpr):
     """Returns channel scales of heads, [ROWS, D_PAD]; 1 where there are none."""
     _, _, p_channels, distance, stride = attributes
     c = tl.arange(0, D_PAD)[None, :]
     if p_channels is None:
-        return tl.full([head.shape[0], D_PAD], 1.0, tl.float32)
+        return tl.full([head_of_row.shape[0], D_PAD], 1.0, tl.float32)
     else:
-        return tl.load(p_channels + (distance + head.to(tl.int64) * stride)[:, None] + c, mask=c < D, other=1.0)
+        return tl.load(p_channels + (distance + head_of_row.to(tl.int64) * stride)[:, None] + c, mask=c < D, other=1.0)
 
 
 @triton.jit
@@ -183,8 +183,8 @@ def count_unequal_channel_scales(src_attributes, dst_attributes, head, D: tl.con
     if src_attributes[2] is None and dst_attributes[2] is None:
         return tl.zeros([head.shape[0], 1], tl.int32)
     else:
-        old = load_channel_scales_or_ones(src_attributes, head, D, D_PAD)
-        new = load_channel_scales_or_ones(dst_attributes, head, D, D_PAD)
+        old = load_channel_scales_of_rows_or_ones(src_attributes, head, D, D_PAD)
+        new = load_channel_scales_of_rows_or_ones(dst_attributes, head, D, D_PAD)
         return tl.sum((old != new).to(tl.int32), 1)[:, None]
 
 
@@ -203,8 +203,8 @@ def unrotate_rescale_channels_and_rotate(x, src_attributes, dst_attributes, uneq
     if p_src_signs is not None:
         x = blockwise_hadamard_unnormalized(x, SIZE) * SIZE**-0.5 * tl.load(p_src_signs + src_distance + c % SIZE)
     if p_src_channels is not None or p_dst_channels is not None:
-        old = load_channel_scales_or_ones(src_attributes, head, D, D_PAD)
-        new = load_channel_scales_or_ones(dst_attributes, head, D, D_PAD)
+        old = load_channel_scales_of_rows_or_ones(src_attributes, head, D, D_PAD)
+        new = load_channel_scales_of_rows_or_ones(dst_attributes, head, D, D_PAD)
         x = tl.where(unequal_channels == 0, x, x * old * reciprocal_rn(new))
     if p_dst_signs is not None:
         x = blockwise_hadamard_unnormalized(x * tl.load(p_dst_signs + dst_distance + c % SIZE), SIZE) * SIZE**-0.5

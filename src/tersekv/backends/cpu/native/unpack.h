@@ -89,7 +89,7 @@ inline VecF decode_16_packed_codes_to_fp32(__m256i packed_codes) {
 #elif defined(__AVX2__)
 
 template <int64_t DTYPE>
-inline VecF decode_W_codes_to_fp32(const uint8_t* p) {
+inline VecF decode_vector_of_codes_to_fp32(const uint8_t* p) {
     if (DTYPE == BF16) return (VecF)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
     if (DTYPE == F16) return (VecF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
     if (is_4_bit(DTYPE)) {
@@ -114,7 +114,7 @@ inline VecF decode_W_codes_to_fp32(const uint8_t* p) {
 #else
 
 template <int64_t DTYPE>
-inline VecF decode_W_codes_to_fp32(const uint8_t* p) {
+inline VecF decode_vector_of_codes_to_fp32(const uint8_t* p) {
     VecF x;
     for (int i = 0; i < W; i++) x[i] = decode_element(DTYPE, p, i);
     return x;
@@ -130,10 +130,10 @@ inline VecF decode_vector_zero_past_row_end(const uint8_t* row, int64_t first_co
     int64_t bytes = (row_columns - first_column < W ? row_columns - first_column : W) * BITS / 8;
     return decode_16_packed_codes_to_fp32<DTYPE>(_mm256_maskz_loadu_epi8((1ull << bytes) - 1, row + first_column * BITS / 8));
 #else
-    if (first_column + W <= row_columns) return decode_W_codes_to_fp32<DTYPE>(row + first_column * BITS / 8);
+    if (first_column + W <= row_columns) return decode_vector_of_codes_to_fp32<DTYPE>(row + first_column * BITS / 8);
     uint8_t last[W * 2] = {};
     memcpy(last, row + first_column * BITS / 8, (row_columns - first_column) * BITS / 8);
-    return decode_W_codes_to_fp32<DTYPE>(last);
+    return decode_vector_of_codes_to_fp32<DTYPE>(last);
 #endif
 }
 

@@ -14,7 +14,7 @@ from ..parts.dequant import (
     int4_zero_points,
 )
 from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
-from ..parts.key_lists import keys_in_range_or_visible, load_page_ids_or_listed_keys, row_offsets
+from ..parts.key_lists import keys_in_range_or_visible, load_page_ids_or_pages_slots_and_visible, row_offsets
 from ..parts.softcap import apply_softcap_to_log2_scores
 
 # Rotation and query.
@@ -96,7 +96,7 @@ def load_page_ids_or_listed_keys_unrolled(key_source, n_block, num_keys, UNROLL:
     """Loads the page ids (or listed keys) of key blocks n_block … n_block + UNROLL − 1."""
     page_ids = ()
     for j in tl.static_range(UNROLL):
-        page_ids = page_ids + (load_page_ids_or_listed_keys(key_source, n_block + j, num_keys, cfg),)
+        page_ids = page_ids + (load_page_ids_or_pages_slots_and_visible(key_source, n_block + j, num_keys, cfg),)
     return page_ids
 
 

@@ -213,7 +213,7 @@ def configure_one_key_set(f: SimpleNamespace) -> Config:
         | tensor_args(SINKS="sinks", MAX_LOGITS="max_logits")
         | {"cfg": cfg}
     )
-    split = (both | query_and_kv_scale_args(f, BYTES if cfg.Q_AS_BYTES else "") | split_pass_args_without_q_and_kv(f)
+    split = (both | kv_scale_and_query_tensor_args(f, BYTES if cfg.Q_AS_BYTES else "") | split_pass_args_without_q_and_kv(f)
              | _cache_stride_args_in_stride_units(f) | {
         **tensor_args(WORDS, CKV="ckv", KPE="ckv" if cfg.TAIL else "kpe"), "CKV_MAP": None, "KPE_MAP": None,
         **_latent_host_descriptor_args(cache_matrices, cfg),
@@ -236,9 +236,9 @@ def configure_one_key_set(f: SimpleNamespace) -> Config:
                                      ))  # fmt: skip
 
 
-def query_and_kv_scale_args(f: SimpleNamespace, view_as: str = "") -> dict[str, Any]:
+def kv_scale_and_query_tensor_args(f: SimpleNamespace, view_queries_as: str = "") -> dict[str, Any]:
     """Returns arguments of any split pass: queries, and the scale of latents."""
-    tensors = tensor_args(view_as, Q_NOPE="q_nope", Q_PE="q_pe") | tensor_args(KV_SCALE="kv_scale_t")
+    tensors = tensor_args(view_queries_as, Q_NOPE="q_nope", Q_PE="q_pe") | tensor_args(KV_SCALE="kv_scale_t")
     return (
         tensors
         | stride_args(f.q_nope, stride_q_nope_="th")

@@ -19,7 +19,7 @@ from ..parts.dequant import dequant_packed_16bit_words, e4m3_bytes_to_fp16
 from ..parts.key_lists import (
     VISIBLE,
     keys_in_range_or_visible,
-    load_page_ids_or_listed_keys,
+    load_page_ids_or_pages_slots_and_visible,
     page_table_row_ptr_or_key_list,
     row_offsets,
 )
@@ -419,7 +419,7 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, score
         unmasked_end = n_block_end
     # Page ids are loaded one iteration ahead, and stored scales in the middle of the iteration before, so that no
     # load waits for its own address. The depth of the pipeline is the launch's num_stages; see `mainloop` of decode.
-    page_ids = load_page_ids_or_listed_keys(key_source, n_block_begin, num_keys, cfg)
+    page_ids = load_page_ids_or_pages_slots_and_visible(key_source, n_block_begin, num_keys, cfg)
     group_scales = load_group_scale_vectors(
         SCALES, page_ids, n_block_begin, num_keys, stride_scales_p, stride_scales_s, cfg
     )
@@ -430,7 +430,7 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, score
         )
     # Unmasked key blocks: QK, prefetch, online softmax, PV
     for n_block in tl.range(n_block_begin, unmasked_end):
-        next_page_ids = load_page_ids_or_listed_keys(key_source, n_block + 1, num_keys, cfg)
+        next_page_ids = load_page_ids_or_pages_slots_and_visible(key_source, n_block + 1, num_keys, cfg)
         s, packed_latents, bf16_rope_tail = compute_scores_packed_latents_and_rope_tail(
             prefetched_ckv, k_pe, group_scales, q_nope, q_pe, score_scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids,
             n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, cfg.REGISTER_PREFETCH,
@@ -454,7 +454,7 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, score
     # Masked key blocks, unpipelined: QK, mask, online softmax, PV
     if cfg.LIST.LENGTH < 0:
         for n_block in tl.range(unmasked_end, n_block_end, num_stages=1):
-            page_ids_here = load_page_ids_or_listed_keys(key_source, n_block, num_keys, cfg)
+            page_ids_here = load_page_ids_or_pages_slots_and_visible(key_source, n_block, num_keys, cfg)
             group_scales_here = load_group_scale_vectors(
                 SCALES, page_ids_here, n_block, num_keys, stride_scales_p, stride_scales_s, cfg
             )

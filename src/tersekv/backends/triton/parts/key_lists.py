@@ -70,10 +70,10 @@ def page_table_row_ptr_or_key_list(PAGE_TABLE, stride_table_b, i_request, h, lis
 
 
 @triton.jit
-def load_page_ids_or_listed_keys(key_source, n_block, num_keys, cfg: tl.constexpr):
+def load_page_ids_or_pages_slots_and_visible(key_source, n_block, num_keys_if_unlisted, cfg: tl.constexpr):
     """Loads page ids of key block n_block, or its listed keys. key_source: from `page_table_row_ptr_or_key_list`."""
     if cfg.LIST.LENGTH < 0:
-        return load_page_ids(key_source, n_block, num_keys, cfg)
+        return load_page_ids(key_source, n_block, num_keys_if_unlisted, cfg)
     else:
         o_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
         i_entry = o_n // cfg.LIST.BLOCK

@@ -15,7 +15,7 @@ from ...host import launch
 from ...host.bind import KernelLaunch, TensorArg, tensor_args
 from ...host.kernel_config import KernelConfig
 from ...host.key_lists import KeyListConfig, key_list_args, key_list_config
-from .key_lists import PAGES, SLOTS, VISIBLE, load_page_ids_or_listed_keys, page_table_row_ptr_or_key_list
+from .key_lists import PAGES, SLOTS, VISIBLE, load_page_ids_or_pages_slots_and_visible, page_table_row_ptr_or_key_list
 
 ROWS, LENS = "listed_rows", "listed_lens"  # slices of the workspace: [T, keys] and [T]
 _MAX_BLOCK = 2048  # keys that are looked at together
@@ -45,7 +45,7 @@ def compact_visible_listed_rows_kernel(
     p_rows, count = ROWS_OUT + i_row.to(tl.int64) * num_keys, 0
     # Its keys, in blocks: those that the row sees are stored side by side
     for n_block in range(0, tl.cdiv(num_keys, cfg.BLOCK_N)):
-        found = load_page_ids_or_listed_keys(keys, n_block, num_keys, cfg)
+        found = load_page_ids_or_pages_slots_and_visible(keys, n_block, num_keys, cfg)
         visible = found[VISIBLE]
         place = count + tl.cumsum(visible.to(tl.int32), 0) - 1
         tl.store(p_rows + place, (found[PAGES] * page_stride_in_rows + found[SLOTS]).to(tl.int32), mask=visible)

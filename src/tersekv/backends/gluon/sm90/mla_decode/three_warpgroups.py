@@ -303,7 +303,7 @@ def start_qk_chunk(q_chunk, k_chunk, zero, Q_TERMS: gl.constexpr):
 
 
 @gluon.jit
-def start_residual_rope_qk(smem_kv, q, stage, opaque_zero, s, i_batch: gl.constexpr, cfg: gl.constexpr):
+def start_second_terms_qk(smem_kv, q, stage, opaque_zero, s, i_batch: gl.constexpr, cfg: gl.constexpr):
     """Starts batch i_batch of MMA_BATCHES of QK for the query's second terms and the rotary part.
 
     The second terms are 2^-4 of the first: one accumulator holds them all. A warp stalls when too many MMAs are in
@@ -335,9 +335,9 @@ def arrive_p_full_if(p_full, is_set):
 
 
 @gluon.jit
-def compute_scores(smem_kv, q, residual_rope_s, stage, opaque_zero, prev_p_full_and_has_prev, Q_TERMS: gl.constexpr,
+def compute_scores(smem_kv, q, second_terms_s, stage, opaque_zero, prev_p_full_and_has_prev, Q_TERMS: gl.constexpr,
                    SCORE_LAYOUT: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
-    """Returns QK of a tile: fp32 [BLOCK_M, BLOCK_N]. residual_rope_s: finished QK of second terms and rotary part
+    """Returns QK of a tile: fp32 [BLOCK_M, BLOCK_N]. second_terms_s: finished QK of second terms and rotary part
 
     prev_p_full_and_has_prev: with one term, arguments of `arrive_p_full_if`, called once all MMAs have started
     """
@@ -347,7 +347,7 @@ def compute_scores(smem_kv, q, residual_rope_s, stage, opaque_zero, prev_p_full_
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, SCORE_LAYOUT)
     q_0, k_0 = q_nope.index(opaque_zero).slice(0, BLOCK_M), ckv.index(stage * CHUNKS).permute((1, 0))
     x = warpgroup_mma(q_0, k_0, zero, use_acc=False, is_async=True)
-    s = residual_rope_s
+    s = second_terms_s
     if Q_TERMS == 1:
         next_x = warpgroup_mma(
             q_pe.index(opaque_zero), k_pe.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
@@ -488,15 +488,15 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
         row_max = gl.full([BLOCK_M, LANES_PER_ROW], float("-inf"), gl.float32, LANE_LAYOUT)
         row_sum = gl.full([BLOCK_M, LANES_PER_ROW], 0.0, gl.float32, LANE_LAYOUT)
         zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S)
-        residual_rope_s = zero
+        second_terms_s = zero
         # Prologue: QK of second terms for the first tile.
         if PREFETCH_RESIDUAL_QK:
             wait_copies(full.index(kv_iter % STAGES), (kv_iter // STAGES) & 1, cfg)
             for i in gl.static_range(MMA_BATCHES):
-                residual_rope_s = start_residual_rope_qk(
-                    smem_kv, q, kv_iter % STAGES, n_block_begin >> 30, residual_rope_s, i, cfg
+                second_terms_s = start_second_terms_qk(
+                    smem_kv, q, kv_iter % STAGES, n_block_begin >> 30, second_terms_s, i, cfg
                 )
-            residual_rope_s = warpgroup_mma_wait(0, [residual_rope_s])
+            second_terms_s = warpgroup_mma_wait(0, [second_terms_s])
         for n_block in range(n_block_begin, n_block_end):
             # Wait for the tile.
             stage = kv_iter % STAGES
@@ -518,7 +518,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
                     + score_scales.index(SCALE_COLUMNS * stage + 4).load(gl.SliceLayout(0, S))[None, :]
                 )
             else:
-                s = compute_scores(smem_kv, q, residual_rope_s, stage, n_block >> 30, p_full_args, Q_TERMS, S, cfg)
+                s = compute_scores(smem_kv, q, second_terms_s, stage, n_block >> 30, p_full_args, Q_TERMS, S, cfg)
             # Release KV; with group scales, once the softmax has read them.
             if not cfg.GROUP_SCALES:
                 sync_and_arrive(empty.index(stage))
@@ -527,7 +527,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
                 next_stage = (kv_iter + 1) % STAGES
                 mbarrier.wait(full.index(next_stage), ((kv_iter + 1) // STAGES) & 1, pred=n_block + 1 < n_block_end)
                 fence_copies(cfg)
-                residual_rope_s = start_residual_rope_qk(smem_kv, q, next_stage, n_block >> 30, zero, 0, cfg)
+                second_terms_s = start_second_terms_qk(smem_kv, q, next_stage, n_block >> 30, zero, 0, cfg)
             # Mask.
             s = apply_mask(s, n_block, num_keys, work_tile.num_q_rows, work_tile.m_block * cfg.BLOCK_M, cfg)
             # Online softmax, with lazy rescaling.
@@ -541,7 +541,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             rescale = gl.where(row_max_new == row_max, 1.0, gl.exp2(row_max - safe_max))
             row_max = row_max_new
             if PREFETCH_RESIDUAL_QK:
-                residual_rope_s = start_residual_rope_qk(smem_kv, q, next_stage, n_block >> 30, residual_rope_s, 1, cfg)
+                second_terms_s = start_second_terms_qk(smem_kv, q, next_stage, n_block >> 30, second_terms_s, 1, cfg)
             # P and row_sum.
             p = exp2_of_scores_minus_max(s, row_scales, safe_max, cfg)
             if cfg.GROUP_SCALES:
@@ -552,7 +552,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             else:
                 row_sum = row_sum * rescale + lane_row_sum(p)
             if PREFETCH_RESIDUAL_QK:
-                residual_rope_s = start_residual_rope_qk(smem_kv, q, next_stage, n_block >> 30, residual_rope_s, 2, cfg)
+                second_terms_s = start_second_terms_qk(smem_kv, q, next_stage, n_block >> 30, second_terms_s, 2, cfg)
             # Wait for a free P stage; store P and rescale.
             mbarrier.wait(p_empty.index(p_iter % P_STAGES), ((p_iter // P_STAGES) & 1) ^ 1)
             store_p_key_halves_to_smem(p, buffers.smem_p, p_iter % P_STAGES)
@@ -563,7 +563,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             fence_async_shared()
             if PREFETCH_RESIDUAL_QK:
                 sync_and_arrive(p_full.index(p_iter % P_STAGES))
-                residual_rope_s = warpgroup_mma_wait(0, [residual_rope_s])
+                second_terms_s = warpgroup_mma_wait(0, [second_terms_s])
             kv_iter += 1
             p_iter += 1
         if not PREFETCH_RESIDUAL_QK:

@@ -82,11 +82,12 @@ def view_as_e4m3(stages):
 
 
 @gluon.jit
-def warp_specialize_with_new_kv(tensors, call_scales, strides, smem_stages, code_stages, stored_scales, tensor_maps,
-                                new_maps, page_table_and_lengths, B, Q_DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr,
+def warp_specialize_with_new_kv(tensors, call_scales, strides, smem_of_q_tile_info_kv_and_p, code_stages,
+                                stored_scales, tensor_maps, new_maps, page_table_and_lengths, B,
+                                Q_DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr,
                                 cfg: gl.constexpr, new_cfg: gl.constexpr):  # fmt: skip
     """Runs all warp roles where K and V of the new tokens are arguments of the call."""
-    q_stages, tile_info, k_stages, v_stages, shared_p = smem_stages
+    q_stages, tile_info, k_stages, v_stages, shared_p = smem_of_q_tile_info_kv_and_p
     new_kv_stages = (k_stages, v_stages)
     if cfg.CODE_STAGES > 0:
         gl.warp_specialize(
@@ -238,12 +239,12 @@ def prefill_kernel(
             score_scale, cached_score_scale, K_SCALE, cached_v_scale, V_SCALE, output_scale, softcap, rotation
         )
         NEW_DTYPE: gl.constexpr = K_NEW.dtype
-        smem_stages, code_stages, new_maps = (
+        smem_of_q_tile_info_kv_and_p, code_stages, new_maps = (
             (q_stages, tile_info, k_stages, v_stages, shared_p), (k_code_stages, v_code_stages), (K_NEW, V_NEW),
         )  # fmt: skip
         warp_specialize_with_new_kv(
-            tensors, call_scales, strides, smem_stages, code_stages, stored_scales, tensor_maps, new_maps,
-            page_table_and_lengths, B, Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
+            tensors, call_scales, strides, smem_of_q_tile_info_kv_and_p, code_stages, stored_scales, tensor_maps,
+            new_maps, page_table_and_lengths, B, Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
         )  # fmt: skip
     elif cfg.CODE_STAGES > 0:
         call_scales = CallScales(cached_score_scale, K_SCALE, cached_v_scale * output_scale, V_SCALE, softcap, rotation)
