@@ -213,8 +213,8 @@ def configure_one_key_set(f: SimpleNamespace) -> Config:
         | tensor_args(SINKS="sinks", MAX_LOGITS="max_logits")
         | {"cfg": cfg}
     )
-    split = (both | kv_scale_and_query_tensor_args(f, BYTES if cfg.Q_AS_BYTES else "") | split_pass_args_without_q_and_kv(f)
-             | _cache_stride_args_in_stride_units(f) | {
+    split = (both | kv_scale_and_query_tensor_args(f, BYTES if cfg.Q_AS_BYTES else "")
+             | split_pass_args_without_q_and_kv(f) | _cache_stride_args_in_stride_units(f) | {
         **tensor_args(WORDS, CKV="ckv", KPE="ckv" if cfg.TAIL else "kpe"), "CKV_MAP": None, "KPE_MAP": None,
         **_latent_host_descriptor_args(cache_matrices, cfg),
         **tensor_args(SCALES="ckv_scale_cache"), "max_splits": 0, **list_args,

@@ -274,8 +274,8 @@ def wait_and_load_packed_block(smem_codes, full_barriers, iter, enabled, cfg: gl
 
 @gluon.jit
 def expand_e4m3_block_scales_to_fp16(scale_bytes, PACKED_WORDS_PER_ROW: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW], in the layout
-    of the codes."""
+    """Returns block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW], in the
+    layout of the codes."""
     L3: gl.constexpr = block_scale_broadcast_layout(PACKED_WORDS_PER_ROW, tile_cfg)
     block_scales = gl.inline_asm_elementwise(BLOCK_SCALE_PTX, "=h,h", [scale_bytes.to(gl.int16)], gl.float16, True, 1)
     block_scales, _ = gl.broadcast(
