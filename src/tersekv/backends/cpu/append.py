@@ -58,9 +58,7 @@ def make_kv_row_write(
     """Returns how rows are written to the cache of "k" or "v": of the tensors
     `tensor_name` (default: `k_or_v`) and `concatenated_tensor_name`, their columns side by side."""
     f, fmt, tensor_name = facts.f, pair_of(facts.f)["kv".index(k_or_v)], tensor_name or k_or_v
-    scales = (
-        NO_TENSOR if getattr(f, f"{k_or_v}_scale_cache") is None else facts.strided_tensor(f"{k_or_v}_scale_cache")
-    )
+    scales = NO_TENSOR if getattr(f, f"{k_or_v}_scale_cache") is None else facts.strided_tensor(f"{k_or_v}_scale_cache")
     return make_quantized_row_write(
         facts, tensor_name, fmt, facts.strided_tensor(f"{k_or_v}_cache"), scales, facts.scale(f"{k_or_v}_scale"),
         concatenated_tensor_name, apply_rope, facts.row_transform(k_or_v),
@@ -117,7 +115,8 @@ def make_append_record(facts: CallFacts, rows_fact: Any, cache_fact: Any | None,
         record.max_position, record.rotary = f.cos_sin_cache.shape
         record.positions = facts.index_tensor("positions")
         record.interleaved = f.interleaved
-    record.zero_padding, record.scales_quantize = getattr(f, "zero_padding", False), getattr(f, "scales_quantize", False)
+    for option in ("zero_padding", "scales_quantize"):
+        setattr(record, option, getattr(f, option, False))
     record.widen = getattr(f, "widen", True)
     return record
 

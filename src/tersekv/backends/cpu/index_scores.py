@@ -38,8 +38,8 @@ def index_scores_or_select_launch(
         keys, facts.index_tensor("page_table"), facts.index_tensor("seq_lens"), facts.index_tensor("cu_seqlens_q"),
         f.seq_lens.shape[0], f.q.shape[0], f.q.shape[1], f.max_q_len, f.page_table.shape[1], *f.k_cache.shape[:2],
         facts.dtype("q"), tensor("weights"), f.ratio, f.relu, f.each, f.block, num_score_columns, f.scale,
-        tensor("out", f.each), tensor("out_lens", f.each) if topk_selection else StridedTensor(records.NONE),
-        facts.index_tensor("starts"), facts.index_tensor("ends"), topk_selection is not None, *(topk_selection or (0, 0, 0, 0)),
+        tensor("out", f.each), tensor("out_lens", f.each), facts.index_tensor("starts"), facts.index_tensor("ends"),
+        topk_selection is not None, *(topk_selection or (0, 0, 0, 0)),
     )  # fmt: skip
     return NativeLaunch("index_scores", record, names)
 
