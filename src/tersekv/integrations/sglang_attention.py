@@ -14,7 +14,7 @@ from torch import Tensor
 from ..layers import PagedKVLayer
 from ..ops.decode import decode
 from ..ops.prefill import prefill
-from .sglang_batch import Metadata, PagedBackend, refuse_call, refuse_layer
+from .sglang_batch import DRAFT_MODELS, Metadata, PagedBackend, refuse_call, refuse_layer
 from .sglang_pool import TersekvPool
 from .vllm_warm_up import DECODE_ROWS, Limits, warm_up
 
@@ -26,7 +26,7 @@ _PLAIN = {
 
 class TersekvBackend(PagedBackend):
     pool_class = TersekvPool
-    speculates = (None, "NGRAM")
+    speculates = (None, "NGRAM", *DRAFT_MODELS)
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
