@@ -48,9 +48,14 @@ def _backend(runner: Any) -> Any:
 
 
 def _draft_backend(
-    original: Callable, factory: Any, name: str, backends: dict[str, Callable], error: str, stamps_children: bool = False
+    original: Callable,
+    factory: Any,
+    name: str,
+    backends: dict[str, Callable],
+    error: str,
+    stamps_children: bool = False,
 ) -> Any:
-    """Of a draft model: SGLang knows the backends that attend for it by name, each step's in one object or one alone."""
+    """Of a draft model, for its steps in one object, or for what follows a verification."""
 
     def own() -> tuple[str, Any]:
         backend = _backend(factory.draft_model_runner)

@@ -31,7 +31,8 @@ class TersekvBackend(PagedBackend):
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
         self.chunked = runner.model_config.attention_chunk_size is not None
-        self.limits = _limits(resolved_view(runner.server_args), *self.slots.shape)
+        each = self.drafts if self.chain else 1
+        self.limits = _limits(resolved_view(runner.server_args), *self.slots.shape, each)
         self._seen: set[int] = set()
         self._compiled: set[str] = set()
 
@@ -104,8 +105,8 @@ class TersekvBackend(PagedBackend):
             warm_up(q, pages, like, brings, options)
 
 
-def _limits(given: Any, requests: int, tokens: int) -> Limits:
-    """Of all batches: requests, and rows."""
+def _limits(given: Any, requests: int, tokens: int, each: int) -> Limits:
+    """Of all batches: requests, and rows; and those of each request that is decoded."""
     chunk = given.chunked_prefill_size or -1
     rows = chunk if chunk > 0 else max(given.max_prefill_tokens, tokens)
-    return Limits(requests, rows + (requests if given.enable_mixed_chunk else 0), 1)
+    return Limits(requests, rows + (requests if given.enable_mixed_chunk else 0), each)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.environ import envs
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import TreeMaskMode, VerifyMask
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
@@ -36,15 +37,15 @@ REFUSED: dict[str, Any] = {
     "dcp_size": 1,
     "attn_cp_size": 1,
 }
-# Likewise beside a draft model.
-REFUSED_BESIDE_DRAFTS: dict[str, Any] = {
+# Algorithms with a draft model, and what is likewise left off beside one.
+DRAFT_MODELS = ("EAGLE", "EAGLE3", "STANDALONE")
+REFUSED_BESIDE_A_DRAFT_MODEL: dict[str, Any] = {
     "speculative_adaptive": False,
     "speculative_draft_window_size": None,
     "enable_multi_layer_eagle": False,
     "enable_dp_attention": False,
     "enable_hierarchical_cache": False,
 }
-DRAFT_MODELS = ("EAGLE", "EAGLE3", "STANDALONE")
 _EXTENDS = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL, ForwardMode.DRAFT_EXTEND_V2)
 
 
@@ -96,15 +97,15 @@ class PagedBackend(AttentionBackend):
         self.drafts: int = server_args.speculative_num_draft_tokens if speculative else 0
         self.page_size = parts[0].page_size
         self.slots = runner.req_to_token_pool.req_to_token  # [requests, tokens]
-        # A draft model's one branch is a chain, which needs no mask. SGLang writes masks of several into ours, and on
-        # all but a CPU puts the earlier tokens into its own of n-grams.
-        modelled = speculative and server_args.speculative_algorithm in DRAFT_MODELS
-        self.chain = modelled and server_args.speculative_eagle_topk == 1
-        self.full_masks = not modelled and self.slots.is_cuda
-        if modelled and not runner.is_draft_worker:
-            n = len(self.slots)
-            buffer = torch.ones(n * self.drafts**2, dtype=torch.bool, device=self.slots.device)
-            self.verify_mask = VerifyMask(buffer, TreeMaskMode.QLEN_ONLY, n, is_read=not self.chain)
+        self.chain = self.full_masks = False
+        if speculative and server_args.speculative_algorithm in DRAFT_MODELS:
+            # One branch needs no mask. Those of several SGLang writes into a tensor of ours.
+            self.chain = server_args.speculative_eagle_topk == 1
+            if not runner.is_draft_worker:
+                self.verify_mask = self._verify_mask()
+        elif speculative:
+            # Masks of n-grams have the earlier tokens in them on all but a CPU.
+            self.full_masks = self.slots.is_cuda
 
     def _pages_of(self, layer: Any, *scales: Any) -> tuple[Any, Tensor]:
         """A layer's pages, in whichever pool they are, and the table of the batch in it."""
@@ -155,9 +156,13 @@ class PagedBackend(AttentionBackend):
     def _verifies(self, batch: Any) -> bool:
         return self.drafts > 0 and batch.forward_mode.is_target_verify()
 
+    def _verify_mask(self) -> VerifyMask:
+        requests = len(self.slots)
+        buffer = torch.ones(requests * self.drafts**2, dtype=torch.bool, device=self.slots.device)
+        return VerifyMask(buffer, TreeMaskMode.QLEN_ONLY, requests, is_read=not self.chain)
+
     def _mask(self, batch: Any) -> Tensor:
-        mask = draft_mask(batch.spec_info.custom_mask, batch.seq_lens, self.drafts, self.full_masks)
-        return mask[: len(batch.seq_lens) * self.drafts]
+        return draft_mask(batch.spec_info.custom_mask, batch.seq_lens, self.drafts, self.full_masks)
 
     def metadata_of(self, batch: Any, mask: Tensor | None = None) -> Metadata:
         """No value of a tensor is read on the host. A table has room for the longest request that may come, so that all
@@ -220,10 +225,15 @@ def _refuse(runner: Any, server_args: Any, speculates: tuple[str | None, ...]) -
     if got not in speculates:
         want = " or ".join(map(repr, speculates))
         raise NotImplementedError(f"speculative_algorithm: want {want} for attention_backend=tersekv, got {got!r}")
-    if got in DRAFT_MODELS and server_args.speculative_draft_attention_backend not in (None, NAME):
-        got = server_args.speculative_draft_attention_backend
-        raise NotImplementedError(f"speculative_draft_attention_backend: want {NAME!r}, got {got!r}")
-    for name, off in (REFUSED | (REFUSED_BESIDE_DRAFTS if got in DRAFT_MODELS else {})).items():
+    refused = REFUSED
+    if got in DRAFT_MODELS:
+        refused = REFUSED | REFUSED_BESIDE_A_DRAFT_MODEL
+        got = getattr(server_args, "speculative_draft_attention_backend", None)
+        if got not in (None, NAME):
+            raise NotImplementedError(f"speculative_draft_attention_backend: want {NAME!r}, got {got!r}")
+        if envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get():
+            raise NotImplementedError("SGLANG_ENABLE_OVERLAP_PLAN_STREAM: want 0 for attention_backend=tersekv")
+    for name, off in refused.items():
         got = getattr(server_args, name, off)
         if got != off:
             raise NotImplementedError(f"{name}: want {off!r} for attention_backend=tersekv, got {got!r}")

@@ -13,12 +13,14 @@ from torch import Tensor
 def draft_mask(visible: Tensor, seq_lens: Tensor, drafts: int, full: bool) -> Tensor:
     """Returns [B × drafts, W] uint16, W = 2 × ceil(drafts / 32): bit j of row i: draft i sees draft j.
 
-    visible:   bool, request after request [drafts, drafts]; full: [drafts, seq_len + drafts], with the earlier tokens.
-               Requests behind its end are padding, and see anything
+    visible:   bool, request after request [drafts, drafts], and more behind it; full: [drafts, seq_len + drafts], with
+               the earlier tokens. Requests behind its end are padding, and see anything
     seq_lens:  [B]  tokens before the drafts
     """
     if full:
         visible = visible[_own_columns(seq_lens, drafts).clamp(max=len(visible) - 1)]
+    else:
+        visible = visible[: len(seq_lens) * drafts**2]
     return _words(visible.view(-1, drafts))
 
 

@@ -74,11 +74,11 @@ def chosen(dtype: torch.dtype, layers: int, first: int = 0, draft: bool = False)
         if not {*made.formats, *(made.ends or ())} <= {*KV_FORMATS}:
             raise ValueError(f"want formats of K/V caches ({', '.join(KV_FORMATS)}), got {word!r}")
     except ValueError as e:
-        if os.path.exists(word) and not draft:
-            return _of_file(word, layers, first)
         if os.path.exists(word):
-            want = "a recipe for a draft model, or its format by --speculative-draft-kv-cache-dtype"
-            raise ValueError(f"{FORMAT}: want {want}, got {word!r}") from None
+            if draft:
+                want = "a recipe, or a format for the draft model by --speculative-draft-kv-cache-dtype"
+                raise ValueError(f"{FORMAT}: want {want}, got {word!r}") from None
+            return _of_file(word, layers, first)
         want = f"a recipe ({e}) or a file that `tersekv eval --save FILE` wrote"
         raise ValueError(f"{FORMAT}: want {want}, got {word!r}") from None
     if made.calibrated:
@@ -247,7 +247,8 @@ class TersekvPool(MHATokenToKVPool):
             raise NotImplementedError("dcp_kv_mask: want None, tersekv's pool is of one rank")
         index = (layer.layer_id if layer_id_override is None else layer_id_override) - self.start_layer
         k, v = cache_k.view(-1, self.head_num, self.head_dim), cache_v.view(-1, self.head_num, self.v_head_dim)
-        append(k, v, self.layer(index, k_scale, v_scale), unwrap_write_loc(loc_info)[0])
+        slots = unwrap_write_loc(loc_info)[0].contiguous()  # of a draft model's step they are a column
+        append(k, v, self.layer(index, k_scale, v_scale), slots)
 
     def set_kv_buffer_prefix_valid(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("set_kv_buffer_prefix_valid: tersekv's pool serves no DSpark draft")
