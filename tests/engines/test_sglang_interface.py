@@ -229,7 +229,7 @@ def test_no_request_is_no_work(monkeypatch):
 
 
 @pytest.mark.parametrize(("option", "value"), [
-    ("speculative_algorithm", "EAGLE"), ("dllm_algorithm", "LowConfidence"), ("disaggregation_mode", "prefill"),
+    ("speculative_algorithm", "DFLASH"), ("dllm_algorithm", "LowConfidence"), ("disaggregation_mode", "prefill"),
     ("hicache_storage_backend", "mooncake"), ("enable_lmcache", True), ("enable_unified_memory", True), ("dcp_size", 2),
     ("enable_page_major_kv_layout", True), ("enable_two_batch_overlap", True),
 ])  # fmt: skip
@@ -240,7 +240,8 @@ def test_options_are_refused_by_name(option, value, monkeypatch):
 
 def test_every_option_that_is_refused_is_one_of_sglangs():
     fields = {f.name for f in record_fields(ServerArgs)}
-    assert {*sglang_batch.REFUSED, "kv_cache_dtype", "cuda_graph_config"} <= fields
+    read = {"kv_cache_dtype", "cuda_graph_config", "speculative_eagle_topk", "speculative_draft_attention_backend"}
+    assert {*sglang_batch.REFUSED, *sglang_batch.REFUSED_BESIDE_A_DRAFT_MODEL, *read} <= fields
 
 
 def test_pools_and_graphs_that_are_refused(monkeypatch):

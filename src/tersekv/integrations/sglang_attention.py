@@ -31,8 +31,9 @@ class TersekvBackend(PagedBackend):
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
         self.chunked = runner.model_config.attention_chunk_size is not None
+        requests, tokens = self.slots.shape
         each = self.drafts if self.chain else 1
-        self.limits = _limits(resolved_view(runner.server_args), *self.slots.shape, each)
+        self.limits = _limits(resolved_view(runner.server_args), requests, tokens, each)
         self._seen: set[int] = set()
         self._compiled: set[str] = set()
 
