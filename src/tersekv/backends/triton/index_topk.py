@@ -7,7 +7,7 @@ from typing import Any
 
 from ..host import launch
 from ..host.bind import BoundLaunches, LaunchSequence, TensorArg, Workspace, tensor_args
-from .parts.index_topk import candidate_slices, index_topk_launches, num_and_max_per_split_of_rounds
+from .parts.index_topk import Kernels, candidate_slices, index_topk_launches, num_and_max_per_split_of_rounds
 
 _MAX_WORDS = 1 << 24  # of the workspace: 64 MB
 
@@ -17,7 +17,7 @@ def why_not(f: SimpleNamespace) -> str | None:
     return reason or ("wants fewer than 2^31 columns" if f.scores.shape[-1] >= 2**31 - 1 else None)
 
 
-def configure(f: SimpleNamespace) -> LaunchSequence:
+def configure(f: SimpleNamespace, kernels: Kernels | None = None) -> LaunchSequence:
     if 0 in f.out.shape:
         return LaunchSequence()
     arguments = tensor_args(STARTS="starts", VISIBLE="visible", OPEN_GROUP="open_group") | {
@@ -32,7 +32,8 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         x
         for start in range(0, num_rows, step)
         for x in index_topk_launches(
-            f, TensorArg("scores", row=start), strides, range(start, min(start + step, num_rows)), width, arguments
+            f, TensorArg("scores", row=start), strides, range(start, min(start + step, num_rows)), width, arguments,
+            kernels,
         )
     ]
     workspace = Workspace(0, candidate_slices(step * lines, width, f.k)) if words else None

@@ -1,0 +1,15 @@
+"""index_select on Hopper: the portable scores, and the selection of Hopper's kernels."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from ..host.bind import HostAction, LaunchSequence
+from ..triton import index_select as portable
+from .index_topk_kernels import index_topk_kernels
+
+why_not, run, bind = portable.why_not, portable.run, portable.bind
+
+
+def configure(f: SimpleNamespace) -> LaunchSequence | HostAction:
+    return portable.configure(f, index_topk_kernels())
