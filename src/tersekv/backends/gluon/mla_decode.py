@@ -36,6 +36,7 @@ MAX_UNSPLIT_BLOCKS = 4  # n_blocks of a work tile that is never split
 _SMALL_M_ROWS = 32  # with 16-bit latents, up to this many query rows are not padded to 64
 SMALL_PAGES = (16, 32)  # and multiples of BLOCK_N
 MAX_LISTED_KEYS = 1 << 26  # of all rows: 256 MB of workspace
+_MIN_SHARE_OF_RANGES = 0.92  # of those that would keep all SMs busy, where lists are equally long
 _TESTED_CODES = ("bf16", "e4m3")  # run on a GPU
 _QUERY_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
@@ -145,7 +146,10 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
         constants |= {"GATHER_ROWS": True, "PAGE": BLOCK_N}
     max_m_blocks = -(-f.max_q_len * constants["GROUP"] // config.block_m)
     num_work_tiles = max(requests, 1) * max_m_blocks * num_head_blocks
-    num_ctas = max(launch.num_sms(f) * config.ctas_per_sm // num_head_blocks, 1) * num_head_blocks
+    num_ranges = max(launch.num_sms(f) * config.ctas_per_sm // num_head_blocks, 1)
+    if listed_rows:
+        num_ranges = choose_num_ranges_of_equal_lists(num_work_tiles // num_head_blocks, num_ranges)
+    num_ctas = num_ranges * num_head_blocks
     one_work_tile_per_cta = assigns_whole_work_tiles_to_ctas(f, num_work_tiles, num_ctas)
     if one_work_tile_per_cta:
         num_ctas = num_work_tiles
@@ -304,6 +308,14 @@ def uses_head_blocks_of_32(f: SimpleNamespace) -> bool:
         return False
     tiles = max_total_blocks(f)
     return tiles < 2 * sms and tiles * heads < 192 * sms
+
+
+def choose_num_ranges_of_equal_lists(num_work_tiles: int, max_ranges: int) -> int:
+    """Returns how many ranges the work tiles of a block of heads are cut into: where lists are equally long and few
+    CTAs idle for it, no range has parts of two."""
+    aligned = (n for n in range(max_ranges, 0, -1) if num_work_tiles % n == 0 or n % num_work_tiles == 0)
+    n = next(aligned)
+    return n if n >= _MIN_SHARE_OF_RANGES * max_ranges else max_ranges
 
 
 def assigns_whole_work_tiles_to_ctas(f: SimpleNamespace, num_work_tiles: int, num_ctas: int) -> bool:
