@@ -32,7 +32,12 @@ def configure(f: SimpleNamespace, kernels: Kernels | None = None) -> LaunchSeque
         x
         for start in range(0, num_rows, step)
         for x in index_topk_launches(
-            f, TensorArg("scores", row=start), strides, range(start, min(start + step, num_rows)), width, arguments,
+            f,
+            TensorArg("scores", row=start),
+            strides,
+            range(start, min(start + step, num_rows)),
+            width,
+            arguments,
             kernels,
         )
     ]

@@ -173,8 +173,9 @@ def num_visible_columns_open_group_and_start(
     STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_request, i_row, width, KEYS_PER_COLUMN: tl.constexpr,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """Returns (number of columns that row i_row, of request i_request, sees, its open group, whether it has one, its first column). VISIBLE:
-    columns, or where they end behind STARTS; None: by its position, KEYS_PER_COLUMN keys a column."""
+    """Returns (number of columns that row i_row, of request i_request, sees, its open group, whether it has one, its
+    first column). VISIBLE: columns, or where they end behind STARTS; None: by its position, KEYS_PER_COLUMN keys a
+    column."""
     if VISIBLE is not None:
         group = tl.load(VISIBLE + i_row).to(tl.int64)
         columns, is_open = group, group < 0

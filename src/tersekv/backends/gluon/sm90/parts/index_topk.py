@@ -9,7 +9,6 @@ Gluon has no atomics in shared memory, and no address of it: both are PTX.
 
 from typing import NamedTuple
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
