@@ -7,7 +7,7 @@ from typing import Any
 
 from ..host import launch
 from ..host.bind import BoundLaunches, LaunchSequence, TensorArg, Workspace, tensor_args
-from .parts.index_topk import Kernels, candidate_slices, index_topk_launches, num_and_max_per_split_of_rounds
+from .parts.index_topk import Kernels, candidate_slices, index_topk_launches, portable_kernels, words_of_candidates
 
 _MAX_WORDS = 1 << 24  # of the workspace: 64 MB
 
@@ -20,13 +20,14 @@ def why_not(f: SimpleNamespace) -> str | None:
 def configure(f: SimpleNamespace, kernels: Kernels | None = None) -> LaunchSequence:
     if 0 in f.out.shape:
         return LaunchSequence()
+    kernels = kernels or portable_kernels(f)
     arguments = tensor_args(STARTS="starts", VISIBLE="visible", OPEN_GROUP="open_group") | {
         "SEQ_LENS": None, "CU_SEQLENS_Q": None, "B": 0, "KEYS_PER_COLUMN": 1, "HAS_GROUP": f.open_group is not None,
         "cfg": None,
     }  # fmt: skip
     strides = f.scores.stride[0], f.scores.stride[1] if len(f.scores.shape) == 3 else 0
     num_rows, width, lines = f.out.shape[0], f.scores.shape[-1], f.out.shape[1] if len(f.out.shape) == 3 else 1
-    words = 2 * lines * sum(n for n, _ in num_and_max_per_split_of_rounds(width, f.k))
+    words = lines * words_of_candidates(width, f.k, kernels)
     step = max(1, min(num_rows, _MAX_WORDS // max(words, 1)))
     launches = [
         x
@@ -41,7 +42,7 @@ def configure(f: SimpleNamespace, kernels: Kernels | None = None) -> LaunchSeque
             kernels,
         )
     ]
-    workspace = Workspace(0, candidate_slices(step * lines, width, f.k)) if words else None
+    workspace = Workspace(0, candidate_slices(step * lines, width, f.k, kernels)) if words else None
     return LaunchSequence(*launches, workspace=workspace)
 
 

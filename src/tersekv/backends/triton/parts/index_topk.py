@@ -25,7 +25,7 @@ from .index_scores import positions_of_rows_in_request, request_of_row
 _MIN_SPLIT, _MAX_SPLIT = 4096, 16384 if triton.__version__.startswith("3.6.") else 8192
 _SPLIT_OF_K = 8  # a split has so many columns for each that it keeps, if it can
 _FILL = tl.constexpr(1024)  # entries that are filled together
-_NAN_KEY = tl.constexpr(1)
+NAN_KEY = tl.constexpr(1)
 _KEPT_KEY = tl.constexpr(0xFFFFFFFF)
 
 
@@ -63,7 +63,7 @@ def sortable_keys_at(source, i):
         x = tl.load(source.p_row + i, mask=valid, other=float("-inf")) + 0.0  # −0 becomes 0
         bits = x.to(tl.int32, bitcast=True)
         key = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
-        key = tl.where(x == x, key, _NAN_KEY)
+        key = tl.where(x == x, key, NAN_KEY)
         if source.keep_first + source.keep_last > 0:
             kept = (i < source.keep_first) | (i >= source.num - source.keep_last)
             key = tl.where(kept, _KEPT_KEY, key)
@@ -306,6 +306,7 @@ class Kernels(NamedTuple):
     candidates: Any
     topk: Any
     num_warps: Callable[[int], int]  # of a program that holds so many columns
+    kept_per_taken: int  # candidates that a split keeps, at most, for each that a row takes
     constants: dict[str, Any]  # that only they have
     options: dict[str, Any]  # of their launches
 
@@ -314,36 +315,41 @@ def split_columns(k: int) -> int:
     return min(max(launch.next_power_of_2(_SPLIT_OF_K * k), _MIN_SPLIT), _MAX_SPLIT)
 
 
-def num_and_max_per_split_of_rounds(width: int, k: int) -> list[tuple[int, int]]:
+def num_and_max_per_split_of_rounds(width: int, k: int, kept_per_taken: int = 2) -> list[tuple[int, int]]:
     """Returns for each round of a row of `width` columns how many candidates it leaves, and of a split at
     max_per_split."""
     n, split = width, split_columns(k)
     found: list[tuple[int, int]] = []
     while n > (_MAX_SPLIT if found else split) and 2 * k <= split:
         num_splits = -(-n // split)
-        max_per_split = k if found else min(max(_MAX_SPLIT // num_splits, k), 2 * k)
+        max_per_split = k if found else min(max(_MAX_SPLIT // num_splits, k), kept_per_taken * k)
         n = num_splits * max_per_split
         found.append((n, max_per_split))
     return found
 
 
-def candidate_slices(num_lines: int, width: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def words_of_candidates(width: int, k: int, kernels: Kernels) -> int:
+    """Returns the words of the workspace that a row of a head takes."""
+    return 2 * sum(n for n, _ in num_and_max_per_split_of_rounds(width, k, kernels.kept_per_taken))
+
+
+def candidate_slices(
+    num_lines: int, width: int, k: int, kernels: Kernels
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Returns slices of the workspace for candidates of so many rows of heads, by their names in the launches."""
-    rounds = num_and_max_per_split_of_rounds(width, k)
+    rounds = num_and_max_per_split_of_rounds(width, k, kernels.kept_per_taken)
     return {f"candidates_{i}": ((2, num_lines, n), torch.int32) for i, (n, _) in enumerate(rounds)}
 
 
 def index_topk_launches(
     f: SimpleNamespace, scores: TensorArg, strides: tuple[int, int], rows: range, width: int, row_args: dict[str, Any],
-    kernels: Kernels | None = None,
+    kernels: Kernels,
 ) -> list[KernelLaunch]:  # fmt: skip
     """Returns the launches that take columns of some rows.
 
     scores, strides: where the scores of the first of them are, and strides of rows and heads there
     row_args:        STARTS, VISIBLE, OPEN_GROUP, HAS_GROUP; SEQ_LENS, CU_SEQLENS_Q, B, KEYS_PER_COLUMN, cfg
-    kernels:         None: those here
     """
-    kernels = kernels or _portable_kernels(f)
     lines = f.out.shape[1] if len(f.out.shape) == 3 else 1
     last, split, num_lines = min(f.keep_last, f.k), split_columns(f.k), len(rows) * lines
     row_args = dict(row_args)
@@ -353,7 +359,8 @@ def index_topk_launches(
         "keep_last": last, "HEADS": lines, "COLUMNS_PER_SPLIT": split,
     } | kernels.constants  # fmt: skip
     source = {"SOURCE": scores, "stride_st": strides[0], "stride_sh": strides[1], "columns_offset": 0, "NUM_ROUNDS": 0}
-    launches, num_entries, rounds = [], width, num_and_max_per_split_of_rounds(width, f.k)
+    launches, num_entries = [], width
+    rounds = num_and_max_per_split_of_rounds(width, f.k, kernels.kept_per_taken)
     row_args["first_round_max_per_split"] = rounds[0][1] if rounds else 0
     for i, (entries, max_per_split) in enumerate(rounds):
         num_splits, offset = entries // max_per_split, num_lines * entries
@@ -388,11 +395,12 @@ def index_topk_launches(
     return [*launches, last_launch]
 
 
-def _portable_kernels(f: SimpleNamespace) -> Kernels:
+def portable_kernels(f: SimpleNamespace) -> Kernels:
+    """Returns the kernels here."""
     lanes = 64 if f.arch is None else 32
 
     def num_warps(columns: int) -> int:
         """Returns the warps of a program that holds so many columns, 16 a thread, of at most 1024 threads."""
         return min(max(columns // (16 * lanes), 4), 1024 // lanes)
 
-    return Kernels(index_candidates_kernel, index_topk_kernel, num_warps, {"USE_PTX": launch.has_ptx(f)}, {})
+    return Kernels(index_candidates_kernel, index_topk_kernel, num_warps, 2, {"USE_PTX": launch.has_ptx(f)}, {})

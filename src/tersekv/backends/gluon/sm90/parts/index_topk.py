@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....triton.parts.index_topk import (
+    NAN_KEY,
     Source,
     num_candidates_after_rounds,
     num_visible_columns_open_group_and_start,
@@ -23,6 +24,7 @@ from ...versions import thread_barrier
 
 _DIGIT_BITS = gl.constexpr(11)
 _NUM_BINS = gl.constexpr(1 << 11)
+_FIRST_SHIFT = gl.constexpr(21)
 _FILL = gl.constexpr(1024)  # entries that are filled together
 _UNLIMITED = gl.constexpr(1 << 30)
 
@@ -31,16 +33,10 @@ _SHARED_PTX = gl.constexpr("{ .shared .align 16 .b32 words[2096]; mov.u32 $0, wo
 _FOUND_WORD = gl.constexpr(1 << 11)  # of 4: bin, keys above it, keys from it on
 _TOTALS_WORD = gl.constexpr((1 << 11) + 8)  # of 32: of warps
 
-# Adds 1 to a bin for a key that is not 0 and has a prefix.
-_COUNT_PTX = gl.constexpr("""{
-    .reg .pred p;
-    .reg .b32 high;
-    and.b32 high, $2, $3;
-    setp.ne.u32 p, $2, 0;
-    setp.eq.and.u32 p, high, $4, p;
-    @p red.shared.add.u32 [$1], 1;
-    mov.u32 $0, 0;
-}""")
+_COUNT_PTX = gl.constexpr("{ red.shared.add.u32 [$1], 1; mov.u32 $0, 0; }")
+_COUNT_EQUAL_PTX = gl.constexpr(
+    "{ .reg .pred p; setp.eq.u32 p, $2, $3; @p red.shared.add.u32 [$1], 1; mov.u32 $0, 0; }"
+)
 _LOAD_PTX = gl.constexpr("ld.shared.u32 $0, [$1];")
 _STORE_PTX = gl.constexpr("{ st.shared.u32 [$1], $2; mov.u32 $0, 0; }")
 _STORE_FOUND_PTX = gl.constexpr(
@@ -120,11 +116,18 @@ def allocate_and_clear_shared_words(WARPS: gl.constexpr):
 
 
 @gluon.jit
-def add_to_bins(words, keys, prefix, known, shift):
+def count_first_digits(words, keys):
+    """Counts keys by their highest 11 bits."""
+    address = words + ((keys >> (_FIRST_SHIFT - 2)) & (4 * (_NUM_BINS - 1))).to(gl.int32, bitcast=True)
+    gl.inline_asm_elementwise(_COUNT_PTX, "=r,r", [address], gl.int32, False, 1)
+
+
+@gluon.jit
+def count_digits_behind_prefix(words, keys, prefix, known, shift):
     """Counts keys that equal `prefix` in the bits `known`, by the unknown ones of the 11 from `shift` on."""
     digit = ((keys & ~known) >> shift) & (_NUM_BINS - 1)
     address = words + (digit << 2).to(gl.int32, bitcast=True)
-    gl.inline_asm_elementwise(_COUNT_PTX, "=r,r,r,r,r", [address, keys, known, prefix], gl.int32, False, 1)
+    gl.inline_asm_elementwise(_COUNT_EQUAL_PTX, "=r,r,r,r", [address, keys & known, prefix], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -133,15 +136,45 @@ def _add(a, b):
 
 
 @gluon.jit
-def find_bin_and_clear(words, k, num_above, WARPS: gl.constexpr):
-    """Returns (the bin of the k-th largest key, keys above it, keys from it on), where `num_above` keys are above all
-    bins; bin 0 where there are fewer than k."""
+def _sum_of_warp(x):
+    return gl.inline_asm_elementwise(_WARP_SUM_PTX, "=r,r", [x], gl.int32, False, 1)
+
+
+@gluon.jit
+def _sums_of_warps_before(words, of_warp, warp, lane, WARPS: gl.constexpr):
+    """Returns (the sum of all warps before each, the sums of the warps across lanes) of a number that all lanes of a
+    warp have, [warps, 32]."""
+    warp, lane = warp + gl.zeros_like(of_warp), lane + gl.zeros_like(of_warp)
+    totals = words + 4 * _TOTALS_WORD
+    _store_word(totals + 4 * warp, of_warp)
     thread_barrier()
-    LAYOUT: gl.constexpr = gl.BlockedLayout([_NUM_BINS // (32 * WARPS)], [32], [WARPS], [0])
-    i_bin = _NUM_BINS - 1 - gl.arange(0, _NUM_BINS, layout=LAYOUT)
+    of_warps = gl.where(lane < WARPS, _load_word(totals + 4 * lane), 0)
+    return _sum_of_warp(gl.where(lane < warp, of_warps, 0)), of_warps
+
+
+@gluon.jit
+def find_bin_and_clear(words, k, num_above, IGNORES_LOWEST: gl.constexpr, WARPS: gl.constexpr):
+    """Returns (the bin of the k-th largest key, keys above it, keys from it on), where `num_above` keys are above all
+    bins; bin 0 where there are fewer than k. IGNORES_LOWEST: whatever is in bin 0 is not counted."""
+    thread_barrier()
+    PER_LANE: gl.constexpr = _NUM_BINS // (32 * WARPS)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, PER_LANE], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
+    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    j = gl.arange(0, PER_LANE, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    i_bin = _NUM_BINS - 1 - (((warp[:, None] * 32 + lane[None, :]) * PER_LANE)[:, :, None] + j[None, None, :])
     count = _load_word(words + 4 * i_bin)
     _store_word(words + 4 * i_bin, gl.zeros_like(i_bin))
-    num_from = num_above + gl.associative_scan(count, 0, _add)
+    if IGNORES_LOWEST:
+        count = gl.where(i_bin == 0, 0, count)
+    of_lane = gl.sum(count, 2)
+    before_warp, _of_warps = _sums_of_warps_before(words, _sum_of_warp(of_lane), warp[:, None], lane[None, :], WARPS)
+    # A scan wants such a layout; the same threads hold the same sums.
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
+    up_to_lane = gl.associative_scan(gl.convert_layout(of_lane, LANES, assert_trivial=True), 1, _add)
+    up_to_lane = gl.convert_layout(up_to_lane, of_lane.type.layout, assert_trivial=True)
+    before_lane = before_warp + (up_to_lane - of_lane)
+    num_from = num_above + before_lane[:, :, None] + gl.associative_scan(count, 2, _add)
     above = num_from - count
     found = (above < k) & ((num_from >= k) | (i_bin == 0))
     gl.inline_asm_elementwise(
@@ -154,6 +187,11 @@ def find_bin_and_clear(words, k, num_above, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def _count_equal(keys, key):
+    return gl.sum(gl.sum(gl.sum((keys == key).to(gl.int32), 2), 1), 0)
+
+
+@gluon.jit
 def find_threshold(
     words, source, keys, k, max_taken, BLOCK_COLUMNS: gl.constexpr, ONE_BLOCK: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
@@ -161,57 +199,61 @@ def find_threshold(
 
     keys: those of its first block
     """
-    above, num_from, threshold = gl.to_tensor(0), max_taken + 1, gl.full([], 0, gl.uint32)
-    bits_left = gl.to_tensor(32)
-    while (bits_left > 0) & (num_from > max_taken):
-        known = gl.where(bits_left == 32, 0, -(1 << bits_left)).to(gl.uint32)
-        bits_left = gl.maximum(bits_left - _DIGIT_BITS, 0)
-        add_to_bins(words, keys, threshold, known, bits_left.to(gl.uint32))
+    count_first_digits(words, keys)
+    if not ONE_BLOCK:
+        for begin in range(BLOCK_COLUMNS, source.num, BLOCK_COLUMNS):
+            count_first_digits(words, sortable_keys_at(source, begin + block_columns(BLOCK_COLUMNS, WARPS)))
+    digit, above, num_from = find_bin_and_clear(words, k, 0, True, WARPS)
+    threshold, bits_left = digit << _FIRST_SHIFT, gl.to_tensor(21)
+    if digit == 0:  # this bin has no numbers: NaN, and keys that are not there
+        threshold, bits_left = threshold + NAN_KEY, bits_left * 0
+        num_from = above + _count_equal(keys, NAN_KEY)
         if not ONE_BLOCK:
             for begin in range(BLOCK_COLUMNS, source.num, BLOCK_COLUMNS):
                 more_keys = sortable_keys_at(source, begin + block_columns(BLOCK_COLUMNS, WARPS))
-                add_to_bins(words, more_keys, threshold, known, bits_left.to(gl.uint32))
-        digit, above, num_from = find_bin_and_clear(words, k, above, WARPS)
+                num_from += _count_equal(more_keys, NAN_KEY)
+    while (bits_left > 0) & (num_from > max_taken):
+        known = (-(1 << bits_left)).to(gl.uint32)
+        bits_left = gl.maximum(bits_left - _DIGIT_BITS, 0)
+        count_digits_behind_prefix(words, keys, threshold, known, bits_left.to(gl.uint32))
+        if not ONE_BLOCK:
+            for begin in range(BLOCK_COLUMNS, source.num, BLOCK_COLUMNS):
+                more_keys = sortable_keys_at(source, begin + block_columns(BLOCK_COLUMNS, WARPS))
+                count_digits_behind_prefix(words, more_keys, threshold, known, bits_left.to(gl.uint32))
+        digit, above, num_from = find_bin_and_clear(words, k, above, False, WARPS)
         threshold = threshold | (digit << bits_left.to(gl.uint32))
     max_ties = gl.where(num_from > max_taken, max_taken - above, _UNLIMITED)
-    return Threshold(gl.maximum(threshold, 1), max_ties, gl.minimum(num_from, max_taken))
-
-
-@gluon.jit
-def _sum_of_warp(x):
-    return gl.inline_asm_elementwise(_WARP_SUM_PTX, "=r,r", [x], gl.int32, False, 1)
+    return Threshold(threshold, max_ties, gl.minimum(num_from, max_taken))
 
 
 @gluon.jit
 def places_of_keys_from(words, keys, threshold, BLOCK_COLUMNS: gl.constexpr, WARPS: gl.constexpr):
-    """Returns (how many keys >= threshold stand before each, and in all) of a block."""
+    """Returns (how many keys >= threshold stand before each key of a block, in its warp; before each warp; in all)."""
     LAYOUT: gl.constexpr = block_layout(BLOCK_COLUMNS, WARPS)
-    of_thread = gl.sum((keys >= threshold).to(gl.int32), 1)
-    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, LAYOUT)))[:, None] + gl.zeros_like(of_thread)
-    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :] + gl.zeros_like(of_thread)
-    totals = words + 4 * _TOTALS_WORD
-    thread_barrier()  # the totals of the last call were read
-    _store_word(totals + 4 * warp, _sum_of_warp(of_thread))
-    thread_barrier()
-    of_warps = gl.where(lane < WARPS, _load_word(totals + 4 * lane), 0)
     in_step, of_step = gl.inline_asm_elementwise(
         _BALLOT_PTX, "=&r,=&r,r,r", [keys, threshold], (gl.int32, gl.int32), True, 1
     )
-    before_step = gl.associative_scan(of_step, 1, _add) - of_step
-    before_warp = _sum_of_warp(gl.where(lane < warp, of_warps, 0))
-    return in_step + (before_step + before_warp[:, None, :]), gl.max(gl.sum(of_warps, 1), 0)
+    in_warp = in_step + (gl.associative_scan(of_step, 1, _add) - of_step)
+    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, LAYOUT)))[:, None]
+    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :]
+    thread_barrier()  # what the last call has shared was read
+    before_warp, of_warps = _sums_of_warps_before(words, gl.sum(of_step, 1), warp, lane, WARPS)
+    return in_warp, before_warp[:, None, :], gl.max(gl.sum(of_warps, 1), 0)
 
 
 @gluon.jit
 def places_and_taken(words, keys, threshold, max_ties, BLOCK_COLUMNS: gl.constexpr, WARPS: gl.constexpr):
-    """Returns (output positions of a block's keys, which are taken, how many are, how many ties are left)."""
+    """Returns (output positions of a block's keys, in two terms, which are taken, how many are, how many ties are
+    left)."""
     if max_ties < _UNLIMITED:
         equal = (keys == threshold).to(gl.uint32)
-        i_equal, num_equal = places_of_keys_from(words, equal, gl.full([], 1, gl.uint32), BLOCK_COLUMNS, WARPS)
-        keys = gl.where((equal > 0) & (i_equal >= max_ties), 0, keys)
+        in_warp, before_warp, num_equal = places_of_keys_from(
+            words, equal, gl.full([], 1, gl.uint32), BLOCK_COLUMNS, WARPS
+        )
+        keys = gl.where((equal > 0) & (in_warp >= max_ties - before_warp), 0, keys)
         max_ties = gl.maximum(max_ties - num_equal, 0)
-    place, count = places_of_keys_from(words, keys, threshold, BLOCK_COLUMNS, WARPS)
-    return place, keys >= threshold, count, max_ties
+    in_warp, before_warp, count = places_of_keys_from(words, keys, threshold, BLOCK_COLUMNS, WARPS)
+    return in_warp, before_warp, keys >= threshold, count, max_ties
 
 
 @gluon.jit
@@ -263,11 +305,13 @@ def index_candidates_kernel(
         i = begin + block_columns(COLUMNS_PER_SPLIT, WARPS)
         keys = sortable_keys_at(source, i)
         found = find_threshold(words, source, keys, k, max_per_split, COLUMNS_PER_SPLIT, True, WARPS)
-        place, taken, _count, _ties = places_and_taken(words, keys, found.key, found.max_ties, COLUMNS_PER_SPLIT, WARPS)
+        place, before, taken, _count, _ties = places_and_taken(
+            words, keys, found.key, found.max_ties, COLUMNS_PER_SPLIT, WARPS
+        )
         column = columns_of_keys(source, i, columns_offset, taken)
         p_out = CANDIDATES + (i_line.to(gl.int64) * num_splits + i_split) * max_per_split
-        gl.store(p_out + place, keys.to(gl.int32, bitcast=True), mask=taken)
-        gl.store(p_out + candidates_offset + place, column, mask=taken)
+        gl.store((p_out + before) + place, keys.to(gl.int32, bitcast=True), mask=taken)
+        gl.store((p_out + candidates_offset + before) + place, column, mask=taken)
         fill(p_out, found.num_taken, max_per_split, 0, WARPS)
 
 
@@ -298,15 +342,15 @@ def index_topk_kernel(
     i = block_columns(BLOCK_COLUMNS, WARPS)
     keys = sortable_keys_at(source, i)
     found = find_threshold(words, source, keys, k, k, BLOCK_COLUMNS, ONE_BLOCK, WARPS)
-    place, taken, count, ties = places_and_taken(words, keys, found.key, found.max_ties, BLOCK_COLUMNS, WARPS)
-    gl.store(p_out + place, columns_of_keys(source, i, columns_offset, taken), mask=taken)
+    place, before, taken, count, ties = places_and_taken(words, keys, found.key, found.max_ties, BLOCK_COLUMNS, WARPS)
+    gl.store((p_out + before) + place, columns_of_keys(source, i, columns_offset, taken), mask=taken)
     if not ONE_BLOCK:
         for begin in range(BLOCK_COLUMNS, source.num, BLOCK_COLUMNS):
             i = begin + block_columns(BLOCK_COLUMNS, WARPS)
-            place, taken, num_taken, ties = places_and_taken(
+            place, before, taken, num_taken, ties = places_and_taken(
                 words, sortable_keys_at(source, i), found.key, ties, BLOCK_COLUMNS, WARPS
             )
-            gl.store(p_out + count + place, columns_of_keys(source, i, columns_offset, taken), mask=taken)
+            gl.store((p_out + count + before) + place, columns_of_keys(source, i, columns_offset, taken), mask=taken)
             count += num_taken
     count = found.num_taken
     if HAS_GROUP:
