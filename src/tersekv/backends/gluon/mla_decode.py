@@ -33,6 +33,7 @@ BLOCK_N = 64  # keys
 CHUNK = 64  # packed columns (16 bits) of a latent row in one copy tile, 128 bytes
 RANK, ROPE = 512, 64
 MAX_UNSPLIT_BLOCKS = 4  # n_blocks of a work tile that is never split
+_TWO_CONSUMERS_OF_LISTS = False
 _SMALL_M_ROWS = 32  # with 16-bit latents, up to this many query rows are not padded to 64
 SMALL_PAGES = (16, 32)  # and multiples of BLOCK_N
 MAX_LISTED_KEYS = 1 << 26  # of all rows: 256 MB of workspace
@@ -106,6 +107,13 @@ def choose_config(f: SimpleNamespace) -> MLADecodeConfig:
             num_stages=2,
             heads_per_block=heads // n if n > 1 else 0,
         )
+    if (
+        rows <= 16
+        and f.indices is not None
+        and _TWO_CONSUMERS_OF_LISTS
+        and max_total_blocks(f) >= 8 * launch.num_sms(f)
+    ):
+        return MLADecodeConfig(block_m=16, num_stages=4, num_consumers=2)
     if 16 < rows <= 32 and heads % 2 == 0 and max_total_blocks(f) <= 16 * launch.num_sms(f):
         return MLADecodeConfig(block_m=16, num_stages=2, ctas_per_sm=2, heads_per_block=heads // 2)
     if rows <= 16 or (rows <= 32 and not has_group_scales):
