@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 from ..host.bind import HostAction, LaunchSequence
 from ..triton import index_select as portable
-from .index_topk_kernels import index_topk_kernels
+from .index_topk import hopper_kernels
 
 why_not, run, bind = portable.why_not, portable.run, portable.bind
 
 
 def configure(f: SimpleNamespace) -> LaunchSequence | HostAction:
-    return portable.configure(f, index_topk_kernels())
+    return portable.configure(f, hopper_kernels())
