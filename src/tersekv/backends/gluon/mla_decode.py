@@ -113,7 +113,7 @@ def choose_config(f: SimpleNamespace) -> MLADecodeConfig:
         and _TWO_CONSUMERS_OF_LISTS
         and max_total_blocks(f) >= 8 * launch.num_sms(f)
     ):
-        return MLADecodeConfig(block_m=16, num_stages=4, num_consumers=2)
+        return MLADecodeConfig(block_m=16, num_stages=4 if has_group_scales else 5, num_consumers=2)
     if 16 < rows <= 32 and heads % 2 == 0 and max_total_blocks(f) <= 16 * launch.num_sms(f):
         return MLADecodeConfig(block_m=16, num_stages=2, ctas_per_sm=2, heads_per_block=heads // 2)
     if rows <= 16 or (rows <= 32 and not has_group_scales):
