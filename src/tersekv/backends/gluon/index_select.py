@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from ..host.bind import HostAction, LaunchSequence
 from ..triton import index_select as portable
-from .index_topk import hopper_kernels
+from .sm90.parts.index_topk import hopper_kernels
 
 why_not, run, bind = portable.why_not, portable.run, portable.bind
 

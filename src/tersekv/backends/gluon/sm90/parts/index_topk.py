@@ -7,7 +7,7 @@ so for most splits at once. Places are counted by ballots: a warp holds neighbou
 Gluon has no atomics in shared memory, and no address of it: both are PTX.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....triton.parts.index_topk import (
     NAN_KEY,
+    Kernels,
     Source,
     num_candidates_after_rounds,
     num_visible_columns_open_group_and_start,
@@ -359,3 +360,22 @@ def index_topk_kernel(
     if LENS is not None:
         gl.store(LENS + t.to(gl.int64) * stride_lt + line * stride_lh, count)
     fill(p_out, count, COLUMNS_OUT, -1, WARPS)
+
+
+# The host.
+
+_MAX_SPLIT = 16384
+_KEPT_PER_TAKEN = 1
+_KEYS_PER_THREAD = 16
+_OPTIONS: dict[str, Any] = {"launch_pdl": True, "maxnreg": 64}  # with 1024 threads a program fills an SM
+
+
+def hopper_kernels() -> Kernels:
+    """Returns the kernels here."""
+    kernels = index_candidates_kernel, index_topk_kernel
+    return Kernels(*kernels, _num_warps, _MAX_SPLIT, _KEPT_PER_TAKEN, constants={}, options=_OPTIONS)
+
+
+def _num_warps(columns: int) -> int:
+    """Returns the warps of a program that holds so many columns."""
+    return max(columns // (_KEYS_PER_THREAD * 32), 4)
