@@ -37,7 +37,7 @@ def configure(f: SimpleNamespace, kernels: Kernels | None = None) -> LaunchSeque
         return HostAction(_fill_empty_selection)
     lines = f.q.shape[1] if f.each else 1
     num_rows, width = f.out.shape[0], f.width if f.page_table.shape[1] and f.k_cache.shape[0] else 0
-    words = lines * (width + words_of_candidates(width, f.k, kernels))
+    words = lines * (width + words_of_candidates(width, f.k))
     step = max(1, min(num_rows, MAX_SCORES // max(words, 1)))
     scores, strides = TensorArg(WORKSPACE), (width * lines, width)
     arguments = request_search_args(f) | {
@@ -50,7 +50,7 @@ def configure(f: SimpleNamespace, kernels: Kernels | None = None) -> LaunchSeque
         if width:
             launches.append(index_score_launch(f, scores, strides, rows, width))
         launches += index_topk_launches(f, scores, strides, rows, width, arguments, kernels)
-    slices = candidate_slices(step * lines, width, f.k, kernels)
+    slices = candidate_slices(step * lines, width, f.k)
     return LaunchSequence(*launches, workspace=Workspace(max(step * width * lines, 1), dict(slices), _MAX_CACHED_BYTES))
 
 

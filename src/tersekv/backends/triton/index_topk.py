@@ -27,7 +27,7 @@ def configure(f: SimpleNamespace, kernels: Kernels | None = None) -> LaunchSeque
     }  # fmt: skip
     strides = f.scores.stride[0], f.scores.stride[1] if len(f.scores.shape) == 3 else 0
     num_rows, width, lines = f.out.shape[0], f.scores.shape[-1], f.out.shape[1] if len(f.out.shape) == 3 else 1
-    words = lines * words_of_candidates(width, f.k, kernels)
+    words = lines * words_of_candidates(width, f.k)
     step = max(1, min(num_rows, _MAX_WORDS // max(words, 1)))
     launches = [
         x
@@ -42,7 +42,7 @@ def configure(f: SimpleNamespace, kernels: Kernels | None = None) -> LaunchSeque
             kernels,
         )
     ]
-    workspace = Workspace(0, candidate_slices(step * lines, width, f.k, kernels)) if words else None
+    workspace = Workspace(0, candidate_slices(step * lines, width, f.k)) if words else None
     return LaunchSequence(*launches, workspace=workspace)
 
 

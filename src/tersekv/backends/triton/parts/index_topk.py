@@ -306,41 +306,35 @@ class Kernels(NamedTuple):
     candidates: Any
     topk: Any
     num_warps: Callable[[int], int]  # of a program that holds so many columns
-    max_split: int  # columns of a program
-    kept_per_taken: int  # candidates that a split keeps, at most, for each that a row takes
     constants: dict[str, Any]  # that only they have
     options: dict[str, Any]  # of their launches
 
 
-def split_columns(k: int, max_split: int = _MAX_SPLIT) -> int:
-    return min(max(launch.next_power_of_2(_SPLIT_OF_K * k), _MIN_SPLIT), max_split)
+def split_columns(k: int) -> int:
+    return min(max(launch.next_power_of_2(_SPLIT_OF_K * k), _MIN_SPLIT), _MAX_SPLIT)
 
 
-def num_and_max_per_split_of_rounds(
-    width: int, k: int, max_split: int = _MAX_SPLIT, kept_per_taken: int = 2
-) -> list[tuple[int, int]]:
+def num_and_max_per_split_of_rounds(width: int, k: int) -> list[tuple[int, int]]:
     """Returns for each round of a row of `width` columns how many candidates it leaves, and of a split at
     max_per_split."""
-    n, split = width, split_columns(k, max_split)
+    n, split = width, split_columns(k)
     found: list[tuple[int, int]] = []
     while n > (_MAX_SPLIT if found else split) and 2 * k <= split:
         num_splits = -(-n // split)
-        max_per_split = k if found else min(max(_MAX_SPLIT // num_splits, k), kept_per_taken * k)
+        max_per_split = k if found else min(max(_MAX_SPLIT // num_splits, k), 2 * k)
         n = num_splits * max_per_split
         found.append((n, max_per_split))
     return found
 
 
-def words_of_candidates(width: int, k: int, kernels: Kernels) -> int:
+def words_of_candidates(width: int, k: int) -> int:
     """Returns the words of the workspace that a row of a head takes."""
-    return 2 * sum(n for n, _ in num_and_max_per_split_of_rounds(width, k, kernels.max_split, kernels.kept_per_taken))
+    return 2 * sum(n for n, _ in num_and_max_per_split_of_rounds(width, k))
 
 
-def candidate_slices(
-    num_lines: int, width: int, k: int, kernels: Kernels
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def candidate_slices(num_lines: int, width: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Returns slices of the workspace for candidates of so many rows of heads, by their names in the launches."""
-    rounds = num_and_max_per_split_of_rounds(width, k, kernels.max_split, kernels.kept_per_taken)
+    rounds = num_and_max_per_split_of_rounds(width, k)
     return {f"candidates_{i}": ((2, num_lines, n), torch.int32) for i, (n, _) in enumerate(rounds)}
 
 
@@ -354,7 +348,7 @@ def index_topk_launches(
     row_args:        STARTS, VISIBLE, OPEN_GROUP, HAS_GROUP; SEQ_LENS, CU_SEQLENS_Q, B, KEYS_PER_COLUMN, cfg
     """
     lines = f.out.shape[1] if len(f.out.shape) == 3 else 1
-    last, split, num_lines = min(f.keep_last, f.k), split_columns(f.k, kernels.max_split), len(rows) * lines
+    last, split, num_lines = min(f.keep_last, f.k), split_columns(f.k), len(rows) * lines
     row_args = dict(row_args)
     has_group = row_args.pop("HAS_GROUP")
     row_args |= {
@@ -363,7 +357,7 @@ def index_topk_launches(
     } | kernels.constants  # fmt: skip
     source = {"SOURCE": scores, "stride_st": strides[0], "stride_sh": strides[1], "columns_offset": 0, "NUM_ROUNDS": 0}
     launches, num_entries = [], width
-    rounds = num_and_max_per_split_of_rounds(width, f.k, kernels.max_split, kernels.kept_per_taken)
+    rounds = num_and_max_per_split_of_rounds(width, f.k)
     row_args["first_round_max_per_split"] = rounds[0][1] if rounds else 0
     for i, (entries, max_per_split) in enumerate(rounds):
         num_splits, offset = entries // max_per_split, num_lines * entries
@@ -406,6 +400,4 @@ def portable_kernels(f: SimpleNamespace) -> Kernels:
         """Returns the warps of a program that holds so many columns, 16 a thread, of at most 1024 threads."""
         return min(max(columns // (16 * lanes), 4), 1024 // lanes)
 
-    return Kernels(
-        index_candidates_kernel, index_topk_kernel, num_warps, _MAX_SPLIT, 2, {"USE_PTX": launch.has_ptx(f)}, {}
-    )
+    return Kernels(index_candidates_kernel, index_topk_kernel, num_warps, {"USE_PTX": launch.has_ptx(f)}, {})

@@ -364,16 +364,13 @@ def index_topk_kernel(
 
 # The host.
 
-_MAX_SPLIT = 16384
-_KEPT_PER_TAKEN = 1
 _KEYS_PER_THREAD = 16
 _OPTIONS: dict[str, Any] = {"launch_pdl": True, "maxnreg": 64}  # with 1024 threads a program fills an SM
 
 
 def hopper_kernels() -> Kernels:
     """Returns the kernels here."""
-    kernels = index_candidates_kernel, index_topk_kernel
-    return Kernels(*kernels, _num_warps, _MAX_SPLIT, _KEPT_PER_TAKEN, constants={}, options=_OPTIONS)
+    return Kernels(index_candidates_kernel, index_topk_kernel, _num_warps, constants={}, options=_OPTIONS)
 
 
 def _num_warps(columns: int) -> int:
