@@ -245,4 +245,6 @@ def test_doctor_says_the_same(newer, monkeypatch):
         "mla_decode",
         "mla_prefill",
         "mla_decode_branch",
+        "index_topk",
+        "index_select",
     ]

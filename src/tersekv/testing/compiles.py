@@ -39,6 +39,11 @@ PROBES = {
     "mla_prefill": (
         Case("mla_prefill", "bf16", "", heads=1, group=16, page=64, dim_v=128, lens=_LONG, q_lens=_LONG),
     ),
+    "index_topk": (Case("index_topk", "fp32", "", lens=(9000, 40), top=9),),
+    "index_select": (
+        Case("index_select", "index_fp8", "", lens=(9000, 40), q_lens=(2, 1), ragged=True, dim=128, heads=32, page=64,
+             dtype="float8_e4m3fn", top=9),
+    ),
 }  # fmt: skip
 
 

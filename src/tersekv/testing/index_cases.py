@@ -93,6 +93,8 @@ def _index_topk(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="equal scores", whole=True, top=100),
         replace(base, name="nan inf and -0", special=True, top=64, strided=True, lens=(300, 70, 65, 64)),
         replace(base, name="k 2048", top=2048, lens=(5000, 2048, 2047, 2049, 0), index="int64"),
+        replace(base, name="rounds", top=2048, lens=(40000, 3, 20000)),
+        replace(base, name="rounds of equal scores kept", top=700, lens=(40000, 800), whole=True, keep_last=5),
         replace(base, name="kept", keep_first=3, keep_last=4, top=6, whole=True, index="uint32"),
         replace(base, name="more kept than k", keep_first=9, keep_last=20, special=True),
         replace(base, name="open groups of heads", open_group=True, each=True, heads=3, top=5),

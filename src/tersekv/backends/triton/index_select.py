@@ -9,7 +9,7 @@ from typing import Any
 from ..host.bind import WORKSPACE, BoundLaunches, HostAction, KernelLaunch, LaunchSequence, TensorArg, Workspace
 from ..host.kernel_config import KernelConfig
 from .parts.index_scores import index_score_launch, request_search_args, request_search_constants, why_not_scores
-from .parts.index_topk import candidate_slices, index_topk_launches, num_candidates_and_max_per_split_by_round
+from .parts.index_topk import Kernels, candidate_slices, index_topk_launches, portable_kernels, words_of_candidates
 
 MAX_SCORES = 1 << 26  # of the workspace, with what is taken of them: 256 MB
 _MAX_CACHED_BYTES = 64 << 20  # a workspace that is kept between calls
@@ -29,14 +29,15 @@ def why_not(f: SimpleNamespace) -> str | None:
     return why_not_scores(f)
 
 
-def configure(f: SimpleNamespace) -> LaunchSequence | HostAction:
+def configure(f: SimpleNamespace, kernels: Kernels | None = None) -> LaunchSequence | HostAction:
     if 0 in f.out.shape:
         return LaunchSequence()
+    kernels = kernels or portable_kernels(f)
     if f.seq_lens.shape[0] == 0:
         return HostAction(_fill_empty_selection)
     lines = f.q.shape[1] if f.each else 1
     num_rows, width = f.out.shape[0], f.width if f.page_table.shape[1] and f.k_cache.shape[0] else 0
-    words = lines * (width + 2 * sum(n for n, _ in num_candidates_and_max_per_split_by_round(width, f.k)))
+    words = lines * (width + words_of_candidates(width, f.k))
     step = max(1, min(num_rows, MAX_SCORES // max(words, 1)))
     scores, strides = TensorArg(WORKSPACE), (width * lines, width)
     arguments = request_search_args(f) | {
@@ -48,7 +49,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence | HostAction:
         rows = range(start, min(start + step, num_rows))
         if width:
             launches.append(index_score_launch(f, scores, strides, rows, width))
-        launches += index_topk_launches(f, scores, strides, rows, width, arguments)
+        launches += index_topk_launches(f, scores, strides, rows, width, arguments, kernels)
     slices = candidate_slices(step * lines, width, f.k)
     return LaunchSequence(*launches, workspace=Workspace(max(step * width * lines, 1), dict(slices), _MAX_CACHED_BYTES))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..host import launch
 from ..host.bind import BoundLaunches, LaunchSequence, TensorArg, Workspace, tensor_args
-from .parts.index_topk import candidate_slices, index_topk_launches, num_candidates_and_max_per_split_by_round
+from .parts.index_topk import Kernels, candidate_slices, index_topk_launches, portable_kernels, words_of_candidates
 
 _MAX_WORDS = 1 << 24  # of the workspace: 64 MB
 
@@ -17,22 +17,29 @@ def why_not(f: SimpleNamespace) -> str | None:
     return reason or ("wants fewer than 2^31 columns" if f.scores.shape[-1] >= 2**31 - 1 else None)
 
 
-def configure(f: SimpleNamespace) -> LaunchSequence:
+def configure(f: SimpleNamespace, kernels: Kernels | None = None) -> LaunchSequence:
     if 0 in f.out.shape:
         return LaunchSequence()
+    kernels = kernels or portable_kernels(f)
     arguments = tensor_args(STARTS="starts", VISIBLE="visible", OPEN_GROUP="open_group") | {
         "SEQ_LENS": None, "CU_SEQLENS_Q": None, "B": 0, "KEYS_PER_COLUMN": 1, "HAS_GROUP": f.open_group is not None,
         "cfg": None,
     }  # fmt: skip
     strides = f.scores.stride[0], f.scores.stride[1] if len(f.scores.shape) == 3 else 0
     num_rows, width, lines = f.out.shape[0], f.scores.shape[-1], f.out.shape[1] if len(f.out.shape) == 3 else 1
-    words = 2 * lines * sum(n for n, _ in num_candidates_and_max_per_split_by_round(width, f.k))
+    words = lines * words_of_candidates(width, f.k)
     step = max(1, min(num_rows, _MAX_WORDS // max(words, 1)))
     launches = [
         x
         for start in range(0, num_rows, step)
         for x in index_topk_launches(
-            f, TensorArg("scores", row=start), strides, range(start, min(start + step, num_rows)), width, arguments
+            f,
+            TensorArg("scores", row=start),
+            strides,
+            range(start, min(start + step, num_rows)),
+            width,
+            arguments,
+            kernels,
         )
     ]
     workspace = Workspace(0, candidate_slices(step * lines, width, f.k)) if words else None

@@ -383,8 +383,7 @@ def index_score_config(f: SimpleNamespace, num_rows: int, width: int) -> ScoreCo
     group = min(launch.next_power_of_2(f.block), BLOCK_N)
     groups = BLOCK_N // group
     row_tiles, steps = -(-num_rows // rows), -(-width // groups)
-    wanted = 4 * launch.num_sms(f)
-    per = max(1, min(8, steps * row_tiles // wanted))
+    per = _choose_steps_per_program(steps, row_tiles, 4 * launch.num_sms(f))
     by_hand, fp8 = launch.emulates_e4m3(f), torch.float8_e4m3fn
     k_fp8, q_fp8 = (x.dtype == fp8 for x in (f.k_cache, f.q))
     both = k_fp8 and q_fp8
@@ -397,6 +396,12 @@ def index_score_config(f: SimpleNamespace, num_rows: int, width: int) -> ScoreCo
         Q_AS_BYTES=q_fp8 and by_hand, HAS_SCALES=index_format(f.format).scale_dtype is not None, RELU=f.relu,
         EACH=f.each, ONE_PAGE=f.block == 1 and f.k_cache.shape[1] % BLOCK_N == 0, **request_search_constants(f),
     )  # fmt: skip
+
+
+def _choose_steps_per_program(steps: int, row_tiles: int, resident: int) -> int:
+    """Returns how many steps of a row's keys a program takes, so that rounds of the `resident` programs are full: a
+    program that starts costs about two steps."""
+    return min(range(1, 17), key=lambda n: -(-(-(-steps // n) * row_tiles) // resident) * (n + 2))
 
 
 def _key_bounds_args(f: SimpleNamespace) -> dict[str, Any]:

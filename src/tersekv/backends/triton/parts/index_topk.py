@@ -9,6 +9,7 @@ for every bit instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from .index_scores import positions_of_request_rows_else_minus_1, request_of_row
 _MIN_SPLIT, _MAX_SPLIT = 4096, 16384 if triton.__version__.startswith("3.6.") else 8192
 _SPLIT_OF_K = 8  # a split has so many columns for each that it keeps, if it can
 _FILL = tl.constexpr(1024)  # entries that are filled together
-_NAN_KEY = tl.constexpr(1)
+NAN_KEY = tl.constexpr(1)
 _KEPT_KEY = tl.constexpr(0xFFFFFFFF)
 
 
@@ -52,21 +53,27 @@ def block_columns(BLOCK_COLUMNS: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def load_sortable_score_keys(source, begin, BLOCK_COLUMNS: tl.constexpr, WARPS: tl.constexpr):
-    """Loads keys as uint32 in the order of scores; 0: not to be taken, 1: NaN, the largest: taken before all others."""
-    i = begin + block_columns(BLOCK_COLUMNS, WARPS)
+def sortable_keys_at(source, i):
+    """Loads keys at places i as uint32 in the order of scores; 0: not to be taken, 1: NaN, the largest: taken before
+    all others."""
     valid = i < source.num
     if source.p_row.dtype.element_ty == tl.int32:
         return tl.load(source.p_row + i, mask=valid, other=0).to(tl.uint32, bitcast=True)
     else:
-        x = tl.load(source.p_row + i, mask=valid, other=float("-inf"))
-        x = tl.where(x == 0, 0.0, x)
-        bits = x.to(tl.uint32, bitcast=True)
-        key = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-        key = tl.where(x == x, key, _NAN_KEY)
-        kept = (i < source.keep_first) | (i >= source.num - source.keep_last)
-        key = tl.where(kept, _KEPT_KEY, key)
-        return tl.where(valid & (x != float("-inf")), key, 0).to(tl.uint32)
+        x = tl.load(source.p_row + i, mask=valid, other=float("-inf")) + 0.0  # −0 becomes 0
+        bits = x.to(tl.int32, bitcast=True)
+        key = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
+        key = tl.where(x == x, key, NAN_KEY)
+        if source.keep_first + source.keep_last > 0:
+            kept = (i < source.keep_first) | (i >= source.num - source.keep_last)
+            key = tl.where(kept, _KEPT_KEY, key)
+        return tl.where(x != float("-inf"), key, 0).to(tl.uint32)
+
+
+@triton.jit
+def load_sortable_score_keys(source, begin, BLOCK_COLUMNS: tl.constexpr, WARPS: tl.constexpr):
+    """Loads the keys of a block."""
+    return sortable_keys_at(source, begin + block_columns(BLOCK_COLUMNS, WARPS))
 
 
 @triton.jit
@@ -163,23 +170,23 @@ def output_positions_m_taken_count_and_ties_left(keys, threshold, max_ties):
 
 @triton.jit
 def num_visible_columns_open_group_and_start(
-    STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_row, width, KEYS_PER_COLUMN: tl.constexpr,
+    STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_request, i_row, width, KEYS_PER_COLUMN: tl.constexpr,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """Returns (number of columns that row i_row sees, its open group, whether it has one, its first column). VISIBLE:
-    columns, or where they end behind STARTS; None: by its position, KEYS_PER_COLUMN keys a column."""
+    """Returns (number of columns that row i_row, of request i_request, sees, its open group, whether it has one, its
+    first column). VISIBLE: columns, or where they end behind STARTS; None: by its position, KEYS_PER_COLUMN keys a
+    column."""
     if VISIBLE is not None:
         group = tl.load(VISIBLE + i_row).to(tl.int64)
         columns, is_open = group, group < 0
         if OPEN_GROUP is not None:
             is_open = tl.load(OPEN_GROUP + i_row) != 0
     else:
-        b = request_of_row(CU_SEQLENS_Q, B, i_row, cfg)
-        position = positions_of_request_rows_else_minus_1(SEQ_LENS, CU_SEQLENS_Q, B, b, i_row.to(tl.int64), cfg)
+        position = positions_of_request_rows_else_minus_1(SEQ_LENS, CU_SEQLENS_Q, B, i_request, i_row.to(tl.int64), cfg)
         group = (position + 1) // cfg.RATIO
         columns = (group + KEYS_PER_COLUMN - 1) // KEYS_PER_COLUMN
         is_open = (position + 1) % cfg.RATIO > 0
-    visible, start = tl.maximum(tl.minimum(columns, width), 0).to(tl.int32), tl.full([], 0, tl.int64)
+    visible, start = tl.maximum(tl.minimum(columns, width), 0).to(tl.int32), i_row.to(tl.int64) * 0
     if STARTS is not None:
         start = tl.minimum(tl.maximum(tl.load(STARTS + i_row).to(tl.int64), 0), width)
         visible = tl.maximum(visible - start.to(tl.int32), 0)
@@ -223,8 +230,9 @@ def index_candidates_kernel(
     i_line, i_split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     i_row, line = i_line // HEADS, (i_line % HEADS).to(tl.int64)
     t = first_row + i_row
+    i_request = 0 if VISIBLE is not None else request_of_row(CU_SEQLENS_Q, B, t, cfg)
     visible, _group, _is_open, start = num_visible_columns_open_group_and_start(
-        STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS_PER_COLUMN, cfg
+        STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_request, t, width, KEYS_PER_COLUMN, cfg
     )
     num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_ROUNDS)
     p_row = SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh + (start if NUM_ROUNDS == 0 else 0)
@@ -259,8 +267,9 @@ def index_topk_kernel(
     """Takes columns of one row of one head."""
     i_row, line = tl.program_id(0) // HEADS, (tl.program_id(0) % HEADS).to(tl.int64)
     t = first_row + i_row
+    i_request = 0 if VISIBLE is not None else request_of_row(CU_SEQLENS_Q, B, t, cfg)
     visible, group, is_open, start = num_visible_columns_open_group_and_start(
-        STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS_PER_COLUMN, cfg
+        STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_request, t, width, KEYS_PER_COLUMN, cfg
     )
     num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_ROUNDS)
     p_row = SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh + (start if NUM_ROUNDS == 0 else 0)
@@ -291,6 +300,16 @@ def index_topk_kernel(
 # The host.
 
 
+class Kernels(NamedTuple):
+    """Kernels of one arithmetic: of a round, and of the end."""
+
+    candidates: Any
+    topk: Any
+    num_warps: Callable[[int], int]  # of a program that holds so many columns
+    constants: dict[str, Any]  # that only they have
+    options: dict[str, Any]  # of their launches
+
+
 def split_columns(k: int) -> int:
     return min(max(launch.next_power_of_2(_SPLIT_OF_K * k), _MIN_SPLIT), _MAX_SPLIT)
 
@@ -308,6 +327,11 @@ def num_candidates_and_max_per_split_by_round(width: int, k: int) -> list[tuple[
     return found
 
 
+def words_of_candidates(width: int, k: int) -> int:
+    """Returns the words of the workspace that a row of a head takes."""
+    return 2 * sum(n for n, _ in num_candidates_and_max_per_split_by_round(width, k))
+
+
 def candidate_slices(num_lines: int, width: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Returns slices of the workspace for candidates of so many rows of heads, by their names in the launches."""
     rounds = num_candidates_and_max_per_split_by_round(width, k)
@@ -315,8 +339,9 @@ def candidate_slices(num_lines: int, width: int, k: int) -> dict[str, tuple[tupl
 
 
 def index_topk_launches(
-    f: SimpleNamespace, scores: TensorArg, strides: tuple[int, int], rows: range, width: int, row_args: dict[str, Any]
-) -> list[KernelLaunch]:
+    f: SimpleNamespace, scores: TensorArg, strides: tuple[int, int], rows: range, width: int, row_args: dict[str, Any],
+    kernels: Kernels,
+) -> list[KernelLaunch]:  # fmt: skip
     """Returns the launches that take columns of some rows.
 
     scores, strides: where the scores of the first of them are, and strides of rows and heads there
@@ -328,10 +353,11 @@ def index_topk_launches(
     has_group = row_args.pop("HAS_GROUP")
     row_args |= {
         "first_row": rows.start, "width": width, "k": f.k, "keep_first": min(f.keep_first, f.k - last),
-        "keep_last": last, "HEADS": lines, "COLUMNS_PER_SPLIT": split, "USE_PTX": launch.has_ptx(f),
-    }  # fmt: skip
+        "keep_last": last, "HEADS": lines, "COLUMNS_PER_SPLIT": split,
+    } | kernels.constants  # fmt: skip
     source = {"SOURCE": scores, "stride_st": strides[0], "stride_sh": strides[1], "columns_offset": 0, "NUM_ROUNDS": 0}
-    launches, num_entries, rounds = [], width, num_candidates_and_max_per_split_by_round(width, f.k)
+    launches, num_entries = [], width
+    rounds = num_candidates_and_max_per_split_by_round(width, f.k)
     row_args["first_round_max_per_split"] = rounds[0][1] if rounds else 0
     for i, (entries, max_per_split) in enumerate(rounds):
         num_splits, offset = entries // max_per_split, num_lines * entries
@@ -340,11 +366,11 @@ def index_topk_launches(
             "max_per_split": max_per_split,
             "num_splits": num_splits,
             "candidates_offset": offset,
-            "WARPS": _num_warps(f, split),
+            "WARPS": kernels.num_warps(split),
         }
         launches.append(KernelLaunch(
-            index_candidates_kernel, (num_lines * num_splits,), row_args | source | sizes | {"CANDIDATES": candidates},
-            num_warps=_num_warps(f, split),
+            kernels.candidates, (num_lines * num_splits,), row_args | source | sizes | {"CANDIDATES": candidates},
+            num_warps=kernels.num_warps(split), **kernels.options,
         ))  # fmt: skip
         source = {
             "SOURCE": candidates, "stride_st": lines * entries, "stride_sh": entries, "columns_offset": offset,
@@ -358,12 +384,20 @@ def index_topk_launches(
         "OUT": TensorArg("out"), "LENS": TensorArg("out_lens"), "stride_ot": f.out.stride[0],
         "stride_oh": f.out.stride[1] if has_heads else 0, "stride_lt": lens[0],
         "stride_lh": lens[1] if has_heads else 0, "COLUMNS_OUT": f.out.shape[-1], "BLOCK_COLUMNS": block,
-        "ONE_BLOCK": num_entries <= block, "WARPS": _num_warps(f, block), "HAS_GROUP": has_group,
+        "ONE_BLOCK": num_entries <= block, "WARPS": kernels.num_warps(block), "HAS_GROUP": has_group,
     }  # fmt: skip
-    return [*launches, KernelLaunch(index_topk_kernel, (num_lines,), row_args, num_warps=_num_warps(f, block))]
+    last_launch = KernelLaunch(
+        kernels.topk, (num_lines,), row_args, num_warps=kernels.num_warps(block), **kernels.options
+    )
+    return [*launches, last_launch]
 
 
-def _num_warps(f: SimpleNamespace, columns: int) -> int:
-    """Returns the warps of a program that holds so many columns, 16 a thread, of at most 1024 threads."""
+def portable_kernels(f: SimpleNamespace) -> Kernels:
+    """Returns the kernels here."""
     lanes = 64 if f.arch is None else 32
-    return min(max(columns // (16 * lanes), 4), 1024 // lanes)
+
+    def num_warps(columns: int) -> int:
+        """Returns the warps of a program that holds so many columns, 16 a thread, of at most 1024 threads."""
+        return min(max(columns // (16 * lanes), 4), 1024 // lanes)
+
+    return Kernels(index_candidates_kernel, index_topk_kernel, num_warps, {"USE_PTX": launch.has_ptx(f)}, {})

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...host import launch
 from ...host.bind import KernelLaunch, TensorArg, tensor_args
@@ -34,7 +35,8 @@ def compact_visible_listed_rows_kernel(
     PAGE_TABLE, INDICES, INDEX_LENS, LIST_SEQ_LENS, LIST_CU_SEQLENS_Q, ROWS_OUT, LENS_OUT, num_requests, num_slots,
     num_keys, page_stride_in_rows, stride_table_b, stride_list_t, stride_list_h, stride_list_n, cfg: tl.constexpr,
 ):  # fmt: skip
-    """Stores the rows of the keys that query row i_row sees, and their number."""
+    """Stores the rows of the keys that query row i_row sees, and their number. The next kernel waits for it (PDL)."""
+    gdc_launch_dependents()
     i_row = tl.program_id(0)
     lists = (
         INDICES, INDEX_LENS, LIST_SEQ_LENS, LIST_CU_SEQLENS_Q, num_requests, num_slots, stride_list_t, stride_list_h,

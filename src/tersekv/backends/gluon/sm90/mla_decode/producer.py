@@ -188,6 +188,7 @@ def listed_rows_producer(
         )
         work_tile = make_work_tile_at_block(block, block_end, i_request, n_block_base, request)
         next_rows = load_rows(p_rows, work_tile.n_block_begin, num_keys, CKV_COLUMNS, CKV_BITS, cfg)
+        next_scale_rows = load_rows(p_rows, work_tile.n_block_begin, num_keys, 4, 32, cfg)
         for n_block in range(work_tile.n_block_begin, work_tile.n_block_end):
             # Rows, loaded an iteration ahead.
             rows = next_rows
@@ -196,7 +197,8 @@ def listed_rows_producer(
             if not ROWS_ALIKE:
                 pe_rows = load_rows(p_rows, n_block, num_keys, PE_COLUMNS, PE_BITS, cfg)
             if cfg.GROUP_SCALES:
-                scale_rows = load_rows(p_rows, n_block, num_keys, 4, 32, cfg)
+                scale_rows = next_scale_rows
+                next_scale_rows = load_rows(p_rows, n_block + 1, num_keys, 4, 32, cfg)
                 if PREPARES_SCALES:
                     LAYOUT: gl.constexpr = scale_layout(gl.num_warps())
                     p_scales = (

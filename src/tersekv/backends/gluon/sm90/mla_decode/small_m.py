@@ -746,6 +746,9 @@ def mla_decode_small_m_kernel(
     thread_barrier()  # arguments of the partitions may overwrite memory that reductions read
     # The producer is the default partition: it has four warps anyway.
     if NUM_CONSUMERS == 2:
+        CONSUMER_REGISTERS_OF_TWO: gl.constexpr = (
+            216 if cfg.GATHER_ROWS and cfg.BLOCK_M <= 16 else 240  # the producer computes addresses of rows
+        )
         gl.warp_specialize(
             [
                 (producer, (tensor_maps, cache_rows, page_lookup, mbarriers.full, mbarriers.empty, smem_kv, cta_range,
@@ -756,7 +759,7 @@ def mla_decode_small_m_kernel(
                             NUM_CONSUMERS, cfg)),
             ],
             [4, 4],
-            [240, 240],
+            [CONSUMER_REGISTERS_OF_TWO, CONSUMER_REGISTERS_OF_TWO],
         )  # fmt: skip
     else:
         CONSUMER_REGISTERS: gl.constexpr = 216 if cfg.GROUP_SCALES else 232  # more would spill the addresses of scales
