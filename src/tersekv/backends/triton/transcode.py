@@ -21,6 +21,7 @@ from .parts.dequant import BF16, E2M1, E4M3, E5M2, FP16, INT4, INT8, e4m3_bytes_
 from .parts.hadamard import blockwise_hadamard_unnormalized
 from .parts.int4_rows import (
     decode_32bit_words,
+    flip_signs,
     hadamard_of_row_tiles,
     load_rows_as_32bit_words,
     quantize_and_store_int4_tiles,
@@ -215,8 +216,12 @@ def load_dequantized_tiles_and_row_min_max(
     PACK: tl.constexpr = 32 // p_src.dtype.element_ty.primitive_bitwidth
     words = load_rows_as_32bit_words(p_src, o_src, m_live, D // PACK, THREADS_PER_ROW)
     if p_dst_signs is not None:
-        words ^= xor_words_of_signs(p_dst_signs, D // PACK, PACK)
+        signs = xor_words_of_signs(p_dst_signs, D // PACK, PACK)
+        if FORMAT.CODE != INT8:
+            words ^= signs
     tiles = decode_32bit_words(words, FORMAT, NATIVE_E4M3, USE_PTX)
+    if p_dst_signs is not None and FORMAT.CODE == INT8:
+        tiles = flip_signs(tiles, signs)
     IN_16_BITS: tl.constexpr = FORMAT.CODE == BF16 or FORMAT.CODE == FP16 or (FORMAT.CODE == E4M3 and NATIVE_E4M3)
     RANGE_OF_WORDS: tl.constexpr = USE_PTX and IN_16_BITS and p_dst_signs is None
     if RANGE_OF_WORDS:

@@ -113,11 +113,25 @@ def decode_32bit_words(words, FORMAT: tl.constexpr, NATIVE_E4M3: tl.constexpr, U
 
 @triton.jit
 def xor_words_of_signs(p_signs, WORDS_PER_ROW: tl.constexpr, PACK: tl.constexpr):
-    """Returns what words [1, WORDS_PER_ROW] of floats are XORed with to be multiplied by signs."""
+    """Returns what words [1, WORDS_PER_ROW] of floats are XORed with to be multiplied by signs.
+
+    The top bit of each code: of int8, which has no sign bit, none.
+    """
     c = PACK * tl.arange(0, WORDS_PER_ROW)[:, None] + tl.arange(0, PACK)[None, :]
     negative = tl.load(p_signs + c).to(tl.uint32, bitcast=True) >> 31
     BITS: tl.constexpr = 32 // PACK
     return tl.sum(negative << (BITS - 1 + BITS * tl.arange(0, PACK)[None, :]), 1)[None, :]
+
+
+@triton.jit
+def flip_signs(tiles, xor_words):
+    """Returns numbers [ROWS, WORDS] of PACK tiles with the signs that `xor_words_of_signs` holds."""
+    PACK: tl.constexpr = len(tiles)
+    out = ()
+    for j in tl.static_range(PACK):
+        sign = (xor_words << (32 // PACK * (PACK - 1 - j))) & 0x80000000
+        out = out + ((tiles[j].to(tl.uint32, bitcast=True) ^ sign).to(tl.float32, bitcast=True),)
+    return out
 
 
 @triton.jit
