@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
@@ -288,31 +289,39 @@ class _Checksums:
     """The checksums of entries, summed up where their bytes are."""
 
     def __init__(self, entries: Iterable[Entry], device: torch.device) -> None:
-        self._of: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # powers for words and for pages; the sum
-        powers: dict[tuple[int, int], Tensor] = {}  # most entries are of one size
+        names: dict[int, list[str]] = {}  # by their number of pages
         for entry in entries:
-            words = -(-(entry.end - entry.begin) // max(_count(entry), 1) // 8)
-            keys = (_A, words), (_B, _count(entry))
-            for base, n in keys:
-                if (base, n) not in powers:
-                    powers[base, n] = torch.full((n,), base, dtype=torch.int64, device=device).cumprod(0)
-            zero = torch.zeros((), dtype=torch.int64, device=device)
-            self._of[entry.name] = powers[keys[0]], powers[keys[1]], zero
+            names.setdefault(_count(entry), []).append(entry.name)
+        self._names, self._device = names, device
+        self._of_pages = {n: torch.zeros(len(of), n, dtype=torch.int64, device=device) for n, of in names.items()}
+        self._rows = {name: row for n, of in names.items() for name, row in zip(of, self._of_pages[n], strict=True)}
 
     def add(self, piece: _Piece, data: Tensor) -> None:
         """data: its bytes, 1-D."""
-        of_words, of_pages, total = self._of[piece.entry.name]
         rows = data.view(piece.last - piece.first, -1)
         if rows.shape[1] % 8:
             rows = F.pad(rows, (0, -rows.shape[1] % 8))
         elif rows.storage_offset() % 8:
             rows = rows.clone()
-        total += ((rows.view(torch.int64) * of_words).sum(1) * of_pages[piece.first : piece.last]).sum()
+        words = rows.view(torch.int64)
+        products = words * _powers(_A, words.shape[1], self._device)
+        torch.sum(products, 1, out=self._rows[piece.entry.name][piece.first : piece.last])
 
     def spelt(self) -> dict[str, str]:
         """As text, by name. Waits for the device."""
-        sums = torch.stack([total for *_, total in self._of.values()]).tolist() if self._of else []
-        return {name: f"{n % (1 << 64):016x}" for name, n in zip(self._of, sums, strict=True)}
+        sums = {n: (x * _powers(_B, n, self._device)).sum(1) for n, x in self._of_pages.items()}
+        return {
+            name: f"{total % (1 << 64):016x}"
+            for n, of in self._names.items()
+            for name, total in zip(of, sums[n].tolist(), strict=True)
+        }
+
+
+@lru_cache(16)
+def _powers(base: int, n: int, device: torch.device) -> Tensor:
+    """base^1 to base^n. Kept: records of a cache are of the same sizes."""
+    with torch.inference_mode(False):
+        return torch.full((n,), base, dtype=torch.int64, device=device).cumprod(0)
 
 
 def _read(entries: Sequence[Entry], out: Tensor) -> list[str]:
@@ -324,7 +333,8 @@ def _read(entries: Sequence[Entry], out: Tensor) -> list[str]:
 
 
 def _read_from(device: torch.device, entries: Sequence[Entry], out: Tensor) -> dict[str, str]:
-    chunks, sums = [*_chunks(entries)], _Checksums(entries, device)
+    # Of few pieces first: while their bytes are on their way the host has time for those of many.
+    chunks, sums = sorted(_chunks(entries), key=lambda of: len(of[1])), _Checksums(entries, device)
     # Two in turn: memory that a stream still copies could not be had again without waiting.
     most = max((whole.stop - whole.start for whole, _ in chunks), default=0)
     buffers = torch.empty(2, -(-most // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=device)
@@ -332,12 +342,13 @@ def _read_from(device: torch.device, entries: Sequence[Entry], out: Tensor) -> d
 
     def gather(half: int, whole: slice, chunk: list[_Piece]) -> None:
         for piece in chunk:
-            entry = piece.entry
-            x = entry.source
-            if entry.pages is not None:
-                x = _indexed(x)[pages[id(entry.pages)][piece.first : piece.last]]
-            data = buffers[half, piece.where.start - whole.start : piece.where.stop - whole.start]
-            data.copy_(_bytes(x))
+            entry, begin = piece.entry, piece.where.start - whole.start
+            data = buffers[half, begin : piece.where.stop - whole.start]
+            if entry.pages is None:
+                data.copy_(_bytes(entry.source))
+            else:
+                x, listed = _indexed(entry.source, begin), pages[id(entry.pages)][piece.first : piece.last]
+                torch.index_select(x, 0, listed, out=data.view(x.dtype).view(-1, *x.shape[1:]))
             sums.add(piece, data)
 
     def away(half: int, whole: slice, chunk: list[_Piece]) -> None:
@@ -351,11 +362,11 @@ def read(entries: Sequence[Entry], body: Tensor, device: torch.device) -> tuple[
     """The bytes of entries that follow each other, where the cache is, and their checksums."""
     start, end = entries[0].begin, entries[-1].end
     there = torch.empty(end - start, dtype=torch.uint8, device=device)
-    sums = _Checksums(entries, device)
+    sums, pinned = _Checksums(entries, device), device.type != "cuda" or body.is_pinned()
 
     def back(half: int, whole: slice, chunk: list[_Piece]) -> None:
         data = body[whole]
-        if device.type == "cuda" and not data.is_pinned():  # PyTorch has it again when the copy is done
+        if not pinned:  # PyTorch has it again when the copy is done
             data = data.pin_memory()
         there[whole.start - start : whole.stop - start].copy_(data, non_blocking=True)
 
@@ -363,7 +374,7 @@ def read(entries: Sequence[Entry], body: Tensor, device: torch.device) -> tuple[
         for piece in chunk:
             sums.add(piece, there[piece.where.start - start : piece.where.stop - start])
 
-    _pipelined(device, [*_chunks(entries)], back, add)
+    _pipelined(device, sorted(_chunks(entries), key=lambda of: len(of[1])), back, add)
     found = sums.spelt()
     return [there[e.begin - start : e.end - start] for e in entries], [found[e.name] for e in entries]
 
@@ -375,9 +386,7 @@ def put(entries: Sequence[Entry], stored: Sequence[Tensor]) -> None:
         if entry.pages is None:
             entry.source.copy_(data.view(entry.source.dtype).view(entry.shape))
             continue
-        x = _indexed(entry.source)
-        if data.storage_offset() % x.itemsize:
-            data = data.clone()
+        x = _indexed(entry.source, data.storage_offset())
         x[pages[id(entry.pages)]] = data.view(x.dtype).view(-1, *x.shape[1:])
 
 
@@ -386,7 +395,9 @@ def _page_indices(entries: Iterable[Entry]) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
     for entry in entries:
         if entry.pages is not None and id(entry.pages) not in found:
-            found[id(entry.pages)] = torch.tensor(entry.pages, dtype=torch.int64, device=entry.source.device)
+            packed = array("q", entry.pages)
+            listed = torch.frombuffer(packed, dtype=torch.int64) if packed else torch.empty(0, dtype=torch.int64)
+            found[id(entry.pages)] = listed.to(entry.source.device)
     return found
 
 
@@ -395,11 +406,13 @@ def same(entry: Entry, stored: Tensor) -> bool:
     return torch.equal(stored, _bytes(entry.source))
 
 
-def _indexed(x: Tensor) -> Tensor:
-    """The same bytes in the widest elements that a tensor's strides allow: rows are indexed element by element."""
+def _indexed(x: Tensor, begin: int) -> Tensor:
+    """The same bytes in the widest elements that a tensor's strides allow, and their other place, which begins at this
+    byte of an aligned buffer: rows are indexed element by element."""
     for dtype in _WORDS:
         n = dtype.itemsize // x.itemsize
-        if n and not any(s % n for s in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])) and x.stride(-1) == 1:
+        places = (begin // x.itemsize, x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+        if n and not any(place % n for place in places) and x.stride(-1) == 1:
             return x.view(dtype)
     return x
 

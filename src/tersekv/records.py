@@ -112,10 +112,11 @@ def _page_list(cache: Cache, pages: Tensor | Sequence[int]) -> list[int]:
         pages = pages.tolist()
     if not isinstance(pages, Sequence) or isinstance(pages, str):
         raise TypeError(f"pages: want a list of ints or an integer Tensor [n], got {type(pages).__name__}")
-    listed = [as_int("pages", page) for page in pages]
-    for i, page in enumerate(listed):
-        if not 0 <= page < cache.num_pages:
-            raise ValueError(f"pages: want pages in [0, {cache.num_pages}), got {page} at {i}")
+    listed = [page if type(page) is int else as_int("pages", page) for page in pages]
+    most = cache.num_pages
+    if listed and not 0 <= min(listed) <= max(listed) < most:
+        i, page = next((i, page) for i, page in enumerate(listed) if not 0 <= page < most)
+        raise ValueError(f"pages: want pages in [0, {most}), got {page} at {i}")
     return listed
 
 

@@ -284,7 +284,7 @@ def test_what_runs_on_the_device_reads_nothing_on_the_host(monkeypatch):
     a = filled(kv("nvfp4"))
     entries, _ = records._entries(a, [3, 1])
     body = torch.empty(entries[-1].end, dtype=torch.uint8)
-    monkeypatch.setattr(record_file._Checksums, "spelt", lambda sums: dict.fromkeys(sums._of, ""))
+    monkeypatch.setattr(record_file._Checksums, "spelt", lambda sums: dict.fromkeys(sums._rows, ""))
     with NoHostReads():
         record_file._read_from(a.device, entries, body)
         there, _ = record_file.read(entries, body, a.device)
