@@ -50,13 +50,11 @@ _TENSOR_ARGS = tensor_args(
     },
 )  # fmt: skip
 _FIRST_BLACKWELL = 100  # whose compiler pairs fp32 registers: 128 of them spill
-_TILE_CODES = {
+_TILE_CODES = {  # and from what
     "int4": ("bf16", "fp16", "e4m3", "e5m2", "int8"),
     "e2m1": ("e4m3", "e5m2", "int8"),
-    "e4m3": ("int4",),
-    "bf16": ("int4",),
-    "fp16": ("int4",),
-}  # and from what
+    **dict.fromkeys(("e4m3", "bf16", "fp16"), ("int4",)),
+}
 _WARPS = 2  # of programs of such rows
 _MAX_ROWS = 1 << 31  # of a side, that 32 bits count
 
@@ -509,15 +507,16 @@ def _choose_threads_per_row(f: SimpleNamespace, side: str, formats: tuple[str, s
     src, dst = (ALL_FORMATS[name] for name in formats)
     codes, cache = getattr(f, f"src_{side}"), getattr(f, f"{side}_cache")
     names = [f"{side}_channel_scale", f"src_{side}_channel_scale", f"src_{side}_signs"]
-    if src.code == "int4" and (dim < 32 or getattr(f, f"{side}_signs") is not None):
-        return 0
+    rotated = getattr(f, f"{side}_signs") is not None
     if (
         src.code not in _TILE_CODES.get(dst.code, ()) or src.scale in (BLOCK, GROUP)
-        or (src.code == "int4" and dst.scale == TOKEN_HEAD) or dim & (dim - 1) or dim < 16 or not codes.aligned or not cache.aligned or unit * codes.dtype.itemsize % 16
+        or dim & (dim - 1) or dim < 16 or not codes.aligned or not cache.aligned or unit * codes.dtype.itemsize % 16
         or any(getattr(f, name) is not None for name in names)
     ):  # fmt: skip
         return 0
-    if getattr(f, f"{side}_signs") is None:
+    if src.code == "int4" and (rotated or dim < 32 or dst.scale == TOKEN_HEAD):
+        return 0
+    if not rotated:
         return max(1, dim // 64)
     if dst.code == "e2m1":
         return 0

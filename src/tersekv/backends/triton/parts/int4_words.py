@@ -58,13 +58,13 @@ def int4_words_to_words(
     multiplier:  of the numbers before they become e4m3
     """
     zero_point = (stored.to(tl.int32, bitcast=True) & ZERO_POINT).to(tl.float32)
-    if PTX and FORMAT.CODE == E4M3:
+    if PTX and FORMAT.CODE == E4M3 and NATIVE_FP8_CAST:
         low, high = tl.inline_asm_elementwise(
             _E4M3_PTX, "=&r,=&r,r,f,f,f", [words, stored, zero_point + 8388608.0, multiplier], (tl.uint32, tl.uint32),
             True, 1,
         )  # fmt: skip
         return _in_order(low, high)
-    elif PTX:
+    elif PTX and FORMAT.CODE != E4M3:
         TEXT: tl.constexpr = _FP16_PTX if FORMAT.CODE == FP16 else _BF16_PTX
         a, b, c, d = tl.inline_asm_elementwise(
             TEXT, "=&r,=&r,=&r,=&r,r,f,f", [words, stored, zero_point + 8388608.0],
@@ -77,8 +77,7 @@ def int4_words_to_words(
         for i in tl.static_range(BITS // 4):
             word = tl.zeros(words.shape, tl.uint32)
             for j in tl.static_range(32 // BITS):
-                SHIFT: tl.constexpr = 4 * (i * (32 // BITS) + j)
-                y = (((words >> SHIFT) & 15).to(tl.float32) - zero_point) * stored
+                y = (((words >> (4 * (i * (32 // BITS) + j))) & 15).to(tl.float32) - zero_point) * stored
                 if FORMAT.CODE == E4M3:
                     bits = encode_fp8(y * multiplier, False, NATIVE_FP8_CAST).to(tl.uint32)
                 elif FORMAT.CODE == FP16:

@@ -8,7 +8,6 @@ import triton.language as tl
 from .packed_quant import e2m1_ptx
 from .quant import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK, divide_rn, encode_e2m1, encode_magnitude, reciprocal_rn, row_abs_max
 
-
 _ADDENDS = {"a": "0f80000000", "b": "0fBF800000", "c": "0fC0000000"}  # -0, -1, -2
 _PARTS = [f"fma.rn.sat.f32 {to}, x, 0f3F000000, {addend};" for to, addend in _ADDENDS.items()]
 
