@@ -24,10 +24,10 @@ from .parts.int4_rows import (
     flip_signs,
     hadamard_of_row_tiles,
     load_rows_as_32bit_words,
+    load_tiles_of_32bit_words,
     quantize_and_store_int4_tiles,
     quantize_and_store_words_as_int4,
     row_min_max_of_tiles,
-    row_min_max_of_words,
     xor_words_of_signs,
 )
 from .parts.int4_words import transcode_int4_rows
@@ -248,10 +248,6 @@ def load_dequantized_tiles_and_row_min_max(
     tiles = decode_32bit_words(words, FORMAT, NATIVE_E4M3, USE_PTX)
     if p_dst_signs is not None and FORMAT.CODE == INT8:
         tiles = flip_signs(tiles, signs)
-    IN_16_BITS: tl.constexpr = FORMAT.CODE == BF16 or FORMAT.CODE == FP16 or (FORMAT.CODE == E4M3 and NATIVE_E4M3)
-    RANGE_OF_WORDS: tl.constexpr = USE_PTX and IN_16_BITS and p_dst_signs is None
-    if RANGE_OF_WORDS:
-        row_min, row_max = row_min_max_of_words(words, FORMAT)
     if FORMAT.SCALE == TOKEN_HEAD or FORMAT.SCALE == TENSOR:
         factor = load_scale_of_rows(
             p_stored_scales, o_stored_scales, m_live, p_scale, scale, p_layer_table, head, SIDE, FORMAT, PER_HEAD
@@ -260,13 +256,9 @@ def load_dequantized_tiles_and_row_min_max(
         for j in tl.static_range(PACK):
             scaled = scaled + (tiles[j] * factor,)
         tiles = scaled
-        if RANGE_OF_WORDS:  # rounding keeps the order, and a scale below 0 turns it
-            row_min, row_max = row_min_max_of_tiles((row_min[:, None] * factor, row_max[:, None] * factor))
     if p_dst_signs is not None:
         tiles = hadamard_of_row_tiles(tiles)
-    if not RANGE_OF_WORDS:
-        row_min, row_max = row_min_max_of_tiles(tiles)
-    return tiles, (row_min, row_max)
+    return tiles, row_min_max_of_tiles(tiles)
 
 
 @triton.jit
@@ -309,7 +301,7 @@ def transcode_rows(
             THREADS_PER_ROW, DST_FORMAT, NATIVE_FP8_CAST, USE_PTX,
         )  # fmt: skip
     elif THREADS_PER_ROW > 0 and DST_FORMAT.CODE == E2M1 and SRC_FORMAT.CODE == E4M3 and USE_PTX and NATIVE_E4M3:
-        words = load_rows_as_32bit_words(p_src, o_src, m_live, D // 4, THREADS_PER_ROW)
+        words = load_tiles_of_32bit_words(p_src, o_src, m_live, D // 4, THREADS_PER_ROW)
         src_scale = load_scale_of_rows(
             p_src_stored, o_src_stored, m_live, src[2], src[5], p_layer_table, head, SIDE, SRC_FORMAT, SRC_PER_HEAD
         )
@@ -322,7 +314,7 @@ def transcode_rows(
         and (SRC_FORMAT.CODE == BF16 or SRC_FORMAT.CODE == FP16 or (SRC_FORMAT.CODE == E4M3 and NATIVE_E4M3))
     ):  # fmt: skip
         PACK: tl.constexpr = 32 // p_src.dtype.element_ty.primitive_bitwidth
-        words = load_rows_as_32bit_words(p_src, o_src, m_live, D // PACK, THREADS_PER_ROW)
+        words = load_tiles_of_32bit_words(p_src, o_src, m_live, D // PACK, THREADS_PER_ROW)
         src_scale = 1.0
         if SRC_FORMAT.CODE == E4M3:
             src_scale = load_scale_of_rows(

@@ -117,19 +117,24 @@ _E4M3_TO_FP32_PTX = tl.constexpr(
 
 
 @triton.jit
-def load_rows_as_32bit_words(p, o_rows, m_row, WORDS_PER_ROW: tl.constexpr, THREADS_PER_ROW: tl.constexpr):
-    """Loads rows [ROWS, WORDS_PER_ROW] of 32-bit words at p + o_rows, 0 outside m_row; THREADS_PER_ROW share a row.
+def load_tiles_of_32bit_words(p, o_rows, m_row, WORDS_PER_ROW: tl.constexpr, THREADS_PER_ROW: tl.constexpr):
+    """Loads rows of 32-bit words at p + o_rows, 0 outside m_row, in tiles [ROWS, 4 * THREADS_PER_ROW] of 16 bytes a
+    thread: of a wider tile some releases of Triton give a row to several threads."""
+    VECTOR: tl.constexpr = 4 * THREADS_PER_ROW
+    p = (p + o_rows).to(tl.pointer_type(tl.uint32)) + tl.arange(0, VECTOR)[None, :]
+    tiles = ()
+    for i in tl.static_range(WORDS_PER_ROW // VECTOR):
+        tiles = tiles + (tl.load(p + VECTOR * i, mask=m_row, other=0),)
+    return tiles
 
-    In loads of 16 bytes a thread, each a tile of its own: of a wider tile some releases of Triton give a row to several
-    threads.
-    """
+
+@triton.jit
+def load_rows_as_32bit_words(p, o_rows, m_row, WORDS_PER_ROW: tl.constexpr, THREADS_PER_ROW: tl.constexpr):
+    """Loads rows [ROWS, WORDS_PER_ROW] of 32-bit words at p + o_rows, 0 outside m_row; THREADS_PER_ROW share a row."""
     ROWS: tl.constexpr = o_rows.shape[0]
     VECTOR: tl.constexpr = 4 * THREADS_PER_ROW
     LOADS: tl.constexpr = WORDS_PER_ROW // VECTOR
-    p = (p + o_rows).to(tl.pointer_type(tl.uint32)) + tl.arange(0, VECTOR)[None, :]
-    tiles = (tl.load(p, mask=m_row, other=0),)
-    for i in tl.static_range(1, LOADS):
-        tiles = tiles + (tl.load(p + VECTOR * i, mask=m_row, other=0),)
+    tiles = load_tiles_of_32bit_words(p, o_rows, m_row, WORDS_PER_ROW, THREADS_PER_ROW)
     for level in tl.static_range(LOADS.bit_length() - 1):
         wider = ()
         for i in tl.static_range(LOADS >> (level + 1)):
@@ -236,17 +241,26 @@ def _max_or_nan_fp16x2(a, b):
 
 
 @triton.jit
-def row_min_max_of_words(words, FORMAT: tl.constexpr):
-    """Returns what `row_min_max_of_tiles` does, of codes, from pairs of 16 bits: half the comparisons. [ROWS] fp32."""
+def row_min_max_of_words(tiles, FORMAT: tl.constexpr):
+    """Returns what `row_min_max_of_tiles` does, of codes, from pairs of 16 bits: half the comparisons. [ROWS] fp32.
+
+    tiles:  of words, which together are the rows
+    """
+    if FORMAT.CODE == E4M3:
+        pairs = ()
+        for i in tl.static_range(len(tiles)):
+            pairs = pairs + e4m3_words_to_fp16_pairs(tiles[i])
+        tiles = pairs
+    low, high = tiles[0], tiles[0]
+    for i in tl.static_range(1, len(tiles)):
+        if FORMAT.CODE == BF16:
+            low, high = _min_bf16x2(low, tiles[i]), _max_or_nan_bf16x2(high, tiles[i])
+        else:
+            low, high = _min_fp16x2(low, tiles[i]), _max_or_nan_fp16x2(high, tiles[i])
     if FORMAT.CODE == BF16:
-        low, high = tl.reduce(words, 1, _min_bf16x2), tl.reduce(words, 1, _max_or_nan_bf16x2)
-    elif FORMAT.CODE == FP16:
-        low, high = tl.reduce(words, 1, _min_fp16x2), tl.reduce(words, 1, _max_or_nan_fp16x2)
+        low, high = tl.reduce(low, 1, _min_bf16x2), tl.reduce(high, 1, _max_or_nan_bf16x2)
     else:
-        tl.static_assert(FORMAT.CODE == E4M3, "a code that has no pairs")
-        p, q = e4m3_words_to_fp16_pairs(words)
-        low = tl.reduce(_min_fp16x2(p, q), 1, _min_fp16x2)
-        high = tl.reduce(_max_or_nan_fp16x2(p, q), 1, _max_or_nan_fp16x2)
+        low, high = tl.reduce(low, 1, _min_fp16x2), tl.reduce(high, 1, _max_or_nan_fp16x2)
     a, b = unpack_pairs(low, FORMAT.CODE != BF16)
     c, d = unpack_pairs(high, FORMAT.CODE != BF16)
     return tl.minimum(a, b), _max_or_nan(c, d)
@@ -309,8 +323,8 @@ def zero_nan_of_words(words, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _range_of_words(words, factor, FORMAT: tl.constexpr):
-    row_min, row_max = row_min_max_of_words(words, FORMAT)
+def _range_of_words(tiles, factor, FORMAT: tl.constexpr):
+    row_min, row_max = row_min_max_of_words(tiles, FORMAT)
     if FORMAT.CODE == E4M3:  # rounding keeps the order, and a scale below 0 turns it
         row_min, row_max = row_min_max_of_tiles((row_min[:, None] * factor, row_max[:, None] * factor))
     return row_min, row_max
@@ -318,31 +332,32 @@ def _range_of_words(words, factor, FORMAT: tl.constexpr):
 
 @triton.jit
 def quantize_and_store_words_as_int4(
-    words, factor, p_codes, p_scales, o_codes, o_scales, m_write, FORMAT: tl.constexpr
-):
+    tiles, factor, p_codes, p_scales, o_codes, o_scales, m_write, FORMAT: tl.constexpr
+):  # fmt: skip
     """Does `quantize_and_store_int4_tiles` on words of bf16 or fp16, or on words of e4m3 times factor, by PTX."""
-    row_min, row_max = _range_of_words(words, factor, FORMAT)
+    row_min, row_max = _range_of_words(tiles, factor, FORMAT)
     if tl.max((row_max != row_max).to(tl.int32), 0) != 0:
-        words = zero_nan_of_words(words, FORMAT)
+        numbers = ()
+        for i in tl.static_range(len(tiles)):
+            numbers = numbers + (zero_nan_of_words(tiles[i], FORMAT),)
+        tiles = numbers
         if FORMAT.CODE == E4M3:
             factor = tl.where(factor == factor, factor, 0.0)
-        row_min, row_max = _range_of_words(words, factor, FORMAT)
+        row_min, row_max = _range_of_words(tiles, factor, FORMAT)
     scale, zero_point, stored_scale = _int4_scales(row_min, row_max)
-    codes = encode_int4_words(words, factor, reciprocal_rn(scale)[:, None], zero_point[:, None], FORMAT)
-    _store_int4(codes, stored_scale, p_codes, p_scales, o_codes, o_scales, m_write)
+    inv_scale, zero_point = reciprocal_rn(scale)[:, None], zero_point[:, None]
+    VECTOR: tl.constexpr = tiles[0].shape[1]
+    i_word = tl.arange(0, VECTOR)[None, :]
+    for i in tl.static_range(len(tiles)):
+        codes = encode_int4_words(tiles[i], factor, inv_scale, zero_point, FORMAT)
+        tl.store((p_codes + o_codes).to(tl.pointer_type(codes.dtype)) + VECTOR * i + i_word, codes, mask=m_write)
+    tl.store(p_scales + o_scales, stored_scale[:, None], mask=m_write)
 
 
 @triton.jit
 def _int4_scales(row_min, row_max):
     row_min, row_max = tl.where(row_min < 0, row_min, 0.0), tl.where(row_max > 0, row_max, 0.0)
     return int4_scale_and_zero_point(row_min, row_max)
-
-
-@triton.jit
-def _store_int4(codes, stored_scale, p_codes, p_scales, o_codes, o_scales, m_write):
-    i = tl.arange(0, codes.shape[1])[None, :]
-    tl.store((p_codes + o_codes).to(tl.pointer_type(codes.dtype)) + i, codes, mask=m_write)
-    tl.store(p_scales + o_scales, stored_scale[:, None], mask=m_write)
 
 
 @triton.jit
@@ -362,4 +377,6 @@ def quantize_and_store_int4_tiles(
         row_min, row_max = row_min_max_of_tiles(tiles)
     scale, zero_point, stored_scale = _int4_scales(row_min, row_max)
     codes = encode_int4_tiles(tiles, reciprocal_rn(scale)[:, None], zero_point[:, None], USE_PTX)
-    _store_int4(codes, stored_scale, p_codes, p_scales, o_codes, o_scales, m_write)
+    i = tl.arange(0, codes.shape[1])[None, :]
+    tl.store((p_codes + o_codes).to(tl.pointer_type(codes.dtype)) + i, codes, mask=m_write)
+    tl.store(p_scales + o_scales, stored_scale[:, None], mask=m_write)

@@ -102,18 +102,23 @@ def quantize_and_store_nvfp4_tiles(
 
 @triton.jit
 def quantize_and_store_e4m3_words_as_nvfp4(
-    words, scale, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale
-):
-    """Does `quantize_and_store_nvfp4_tiles` on e4m3 words [ROWS, W] times scale, a block at a time, by PTX."""
-    ROWS: tl.constexpr = words.shape[0]
-    BLOCKS: tl.constexpr = words.shape[1] // 4
-    even, odd = tl.split(tl.reshape(words, [ROWS, BLOCKS, 2, 2]))
-    w0, w2 = tl.split(even)
-    w1, w3 = tl.split(odd)
-    low, high, scales = tl.inline_asm_elementwise(
-        _E4M3_BLOCK_PTX, "=&r,=&r,=&r,r,r,r,r,f,f,f", [w0, w1, w2, w3, scale, quant_scale, global_scale],
-        (tl.uint32, tl.uint32, tl.uint32), True, 1,
-    )  # fmt: skip
+    tiles, scale, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale
+):  # fmt: skip
+    """Does `quantize_and_store_nvfp4_tiles` on tiles of e4m3 words [ROWS, W] times scale, a block at a time, by PTX.
+
+    Each tile is stored as the threads have it: what they would store together crosses shared memory first.
+    """
+    ROWS: tl.constexpr = tiles[0].shape[0]
+    BLOCKS: tl.constexpr = tiles[0].shape[1] // 4
     p = (p_codes + o_codes).to(tl.pointer_type(tl.uint32)) + tl.arange(0, 2 * BLOCKS)[None, :]
-    tl.store(p, tl.reshape(tl.join(low, high), [ROWS, 2 * BLOCKS]), mask=m_write)
-    tl.store(p_scales + o_scales + tl.arange(0, BLOCKS)[None, :], scales.to(tl.uint8), mask=m_write)
+    p_scales = p_scales + o_scales + tl.arange(0, BLOCKS)[None, :]
+    for i in tl.static_range(len(tiles)):
+        even, odd = tl.split(tl.reshape(tiles[i], [ROWS, BLOCKS, 2, 2]))
+        w0, w2 = tl.split(even)
+        w1, w3 = tl.split(odd)
+        low, high, scales = tl.inline_asm_elementwise(
+            _E4M3_BLOCK_PTX, "=&r,=&r,=&r,r,r,r,r,f,f,f", [w0, w1, w2, w3, scale, quant_scale, global_scale],
+            (tl.uint32, tl.uint32, tl.uint32), True, 1,
+        )  # fmt: skip
+        tl.store(p + 2 * BLOCKS * i, tl.reshape(tl.join(low, high), [ROWS, 2 * BLOCKS]), mask=m_write)
+        tl.store(p_scales + BLOCKS * i, scales.to(tl.uint8), mask=m_write)
