@@ -13,8 +13,8 @@ import mmap
 import os
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from secrets import token_hex
@@ -192,11 +192,12 @@ class Record:
             self.fail("record", f"{nbytes} bytes behind the header", len(body))
         return body
 
-    def compare_checksums(self, metadata: dict[str, Any], entries: Sequence[Entry], sums: Sequence[str]) -> None:
+    def compare_checksums(self, metadata: dict[str, Any], sums: Checksums) -> None:
+        """Waits for the device."""
         stored = self._json("checksums", metadata.get("checksums"))
-        for entry, got in zip(entries, sums, strict=True):
-            if stored.get(entry.name) != got:
-                self.fail(entry.name, f"bytes of the checksum {stored.get(entry.name)}", got)
+        for name, got in sums.spelt().items():
+            if stored.get(name) != got:
+                self.fail(name, f"bytes of the checksum {stored.get(name)}", got)
 
 
 def _nbytes(entries: Sequence[Entry]) -> int:
@@ -285,36 +286,50 @@ def _difference(entry: str, ours: Any, theirs: Any) -> tuple[str, Any, Any]:
     return _difference(f"{entry}.{key}", x, y)
 
 
-class _Checksums:
+class Checksums:
     """The checksums of entries, summed up where their bytes are."""
 
     def __init__(self, entries: Iterable[Entry], device: torch.device) -> None:
-        names: dict[int, list[str]] = {}  # by their number of pages
+        self._rows: dict[str, tuple[int, int]] = {}  # of an entry in the sums of its pages, a matrix for each number
+        counts: dict[int, int] = {}
         for entry in entries:
-            names.setdefault(_count(entry), []).append(entry.name)
-        self._names, self._device = names, device
-        self._of_pages = {n: torch.zeros(len(of), n, dtype=torch.int64, device=device) for n, of in names.items()}
-        self._rows = {name: row for n, of in names.items() for name, row in zip(of, self._of_pages[n], strict=True)}
+            n = _count(entry)
+            self._rows[entry.name] = n, counts.get(n, 0)
+            counts[n] = counts.get(n, 0) + 1
+        self._device = device
+        self._of_pages = {n: torch.zeros(rows, n, dtype=torch.int64, device=device) for n, rows in counts.items()}
 
-    def add(self, piece: _Piece, data: Tensor) -> None:
-        """data: its bytes, 1-D."""
-        rows = data.view(piece.last - piece.first, -1)
+    def add(self, pieces: Sequence[_Piece], data: Tensor) -> None:
+        """data: the bytes of all of them, 1-D. Whole entries of one size that follow each other are summed at once."""
+        first, begin = 0, pieces[0].where.start
+        for i, piece in enumerate(pieces):
+            if i + 1 < len(pieces) and self._go_on(piece, pieces[i + 1]):
+                continue
+            run = pieces[first : i + 1]
+            self._add(run, data[run[0].where.start - begin : piece.where.stop - begin])
+            first = i + 1
+
+    def _go_on(self, piece: _Piece, after: _Piece) -> bool:
+        (n, i), (m, j) = (self._rows[p.entry.name] for p in (piece, after))
+        whole = all(p.last - p.first == n for p in (piece, after))
+        sizes = {p.entry.end - p.entry.begin for p in (piece, after)}
+        return whole and (n, i + 1) == (m, j) and len(sizes) == 1
+
+    def _add(self, run: Sequence[_Piece], data: Tensor) -> None:
+        (n, row), first, last = self._rows[run[0].entry.name], run[0].first, run[0].last
+        rows = data.view(len(run) * (last - first), -1)
         if rows.shape[1] % 8:
             rows = F.pad(rows, (0, -rows.shape[1] % 8))
         elif rows.storage_offset() % 8:
             rows = rows.clone()
-        words = rows.view(torch.int64)
-        products = words * _powers(_A, words.shape[1], self._device)
-        torch.sum(products, 1, out=self._rows[piece.entry.name][piece.first : piece.last])
+        words, flat = rows.view(torch.int64), self._of_pages[n].view(-1)
+        at = row * n + first
+        torch.sum(words * _powers(_A, words.shape[1], self._device), 1, out=flat[at : at + len(rows)])
 
     def spelt(self) -> dict[str, str]:
-        """As text, by name. Waits for the device."""
-        sums = {n: (x * _powers(_B, n, self._device)).sum(1) for n, x in self._of_pages.items()}
-        return {
-            name: f"{total % (1 << 64):016x}"
-            for n, of in self._names.items()
-            for name, total in zip(of, sums[n].tolist(), strict=True)
-        }
+        """As text, by name, in the order of the entries. Waits for the device."""
+        sums = {n: (x * _powers(_B, n, self._device)).sum(1).tolist() for n, x in self._of_pages.items()}
+        return {name: f"{sums[n][i] % (1 << 64):016x}" for name, (n, i) in self._rows.items()}
 
 
 @lru_cache(16)
@@ -334,11 +349,11 @@ def _read(entries: Sequence[Entry], out: Tensor) -> list[str]:
 
 def _read_from(device: torch.device, entries: Sequence[Entry], out: Tensor) -> dict[str, str]:
     # Of few pieces first: while their bytes are on their way the host has time for those of many.
-    chunks, sums = sorted(_chunks(entries), key=lambda of: len(of[1])), _Checksums(entries, device)
+    chunks, sums = sorted(_chunks(entries), key=lambda of: len(of[1])), Checksums(entries, device)
     # Two in turn: memory that a stream still copies could not be had again without waiting.
     most = max((whole.stop - whole.start for whole, _ in chunks), default=0)
     buffers = torch.empty(2, -(-most // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=device)
-    pages = _page_indices(entries)
+    pages = page_indices(entries)
 
     def gather(half: int, whole: slice, chunk: list[_Piece]) -> None:
         for piece in chunk:
@@ -349,7 +364,7 @@ def _read_from(device: torch.device, entries: Sequence[Entry], out: Tensor) -> d
             else:
                 x, listed = _indexed(entry.source, begin), pages[id(entry.pages)][piece.first : piece.last]
                 torch.index_select(x, 0, listed, out=data.view(x.dtype).view(-1, *x.shape[1:]))
-            sums.add(piece, data)
+        sums.add(chunk, buffers[half, : whole.stop - whole.start])
 
     def away(half: int, whole: slice, chunk: list[_Piece]) -> None:
         out[whole].copy_(buffers[half, : whole.stop - whole.start], non_blocking=True)
@@ -358,11 +373,11 @@ def _read_from(device: torch.device, entries: Sequence[Entry], out: Tensor) -> d
     return sums.spelt()
 
 
-def read(entries: Sequence[Entry], body: Tensor, device: torch.device) -> tuple[list[Tensor], list[str]]:
-    """The bytes of entries that follow each other, where the cache is, and their checksums."""
+def read(entries: Sequence[Entry], body: Tensor, device: torch.device) -> tuple[list[Tensor], Checksums]:
+    """The bytes of entries that follow each other, where the cache is, and their checksums: the call does not wait."""
     start, end = entries[0].begin, entries[-1].end
     there = torch.empty(end - start, dtype=torch.uint8, device=device)
-    sums, pinned = _Checksums(entries, device), device.type != "cuda" or body.is_pinned()
+    sums, pinned = Checksums(entries, device), device.type != "cuda" or body.is_pinned()
 
     def back(half: int, whole: slice, chunk: list[_Piece]) -> None:
         data = body[whole]
@@ -371,27 +386,26 @@ def read(entries: Sequence[Entry], body: Tensor, device: torch.device) -> tuple[
         there[whole.start - start : whole.stop - start].copy_(data, non_blocking=True)
 
     def add(half: int, whole: slice, chunk: list[_Piece]) -> None:
-        for piece in chunk:
-            sums.add(piece, there[piece.where.start - start : piece.where.stop - start])
+        sums.add(chunk, there[whole.start - start : whole.stop - start])
 
     _pipelined(device, sorted(_chunks(entries), key=lambda of: len(of[1])), back, add)
-    found = sums.spelt()
-    return [there[e.begin - start : e.end - start] for e in entries], [found[e.name] for e in entries]
+    return [there[e.begin - start : e.end - start] for e in entries], sums
 
 
-def put(entries: Sequence[Entry], stored: Sequence[Tensor]) -> None:
-    """The bytes of entries become their pages, or all of each."""
-    pages = _page_indices(entries)
+def puts(entries: Sequence[Entry], stored: Sequence[Tensor], pages: Mapping[int, Tensor]) -> list[Callable[[], object]]:
+    """Calls that make the bytes of entries their pages, each named once, or all of each; pages: `page_indices`."""
+    found: list[Callable[[], object]] = []
     for entry, data in zip(entries, stored, strict=True):
         if entry.pages is None:
-            entry.source.copy_(data.view(entry.source.dtype).view(entry.shape))
-            continue
-        x = _indexed(entry.source, data.storage_offset())
-        x[pages[id(entry.pages)]] = data.view(x.dtype).view(-1, *x.shape[1:])
+            found.append(partial(entry.source.copy_, data.view(entry.source.dtype).view(entry.shape)))
+        else:
+            x = _indexed(entry.source, data.storage_offset())
+            found.append(partial(x.index_copy_, 0, pages[id(entry.pages)], data.view(x.dtype).view(-1, *x.shape[1:])))
+    return found
 
 
-def _page_indices(entries: Iterable[Entry]) -> dict[int, Tensor]:
-    """The entries' pages where they lie, by the list's identity: most entries share one."""
+def page_indices(entries: Iterable[Entry]) -> dict[int, Tensor]:
+    """The entries' pages where they lie, by the list's identity: most entries share one. May wait for the device."""
     found: dict[int, Tensor] = {}
     for entry in entries:
         if entry.pages is not None and id(entry.pages) not in found:

@@ -55,7 +55,8 @@ _TILE_CODES = {  # and from what
     "e2m1": ("e4m3", "e5m2", "int8"),
     **dict.fromkeys(("e4m3", "bf16", "fp16"), ("int4",)),
 }
-_WARPS = 2  # of programs of such rows
+_WARPS = 1  # of programs of such rows
+_CODES_OF_A_THREAD = {"bf16": 32, "fp16": 32}  # int4 that it makes 16 bits; else 64
 _MAX_ROWS = 1 << 31  # of a side, that 32 bits count
 
 
@@ -509,7 +510,7 @@ def _choose_threads_per_row(f: SimpleNamespace, side: str, formats: tuple[str, s
     if src.code == "int4" and (rotated or dim < 32 or dst.scale == TOKEN_HEAD):
         return 0
     if not rotated:
-        return max(1, dim // 64)
+        return max(1, dim // _CODES_OF_A_THREAD.get(dst.code, 64))
     if dst.code == "e2m1":
         return 0
     return int(dim <= (128 if (f.arch or 0) < _FIRST_BLACKWELL else 64))
