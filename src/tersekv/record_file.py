@@ -399,7 +399,7 @@ def puts(entries: Sequence[Entry], stored: Sequence[Tensor], pages: Mapping[int,
         if entry.pages is None:
             found.append(partial(entry.source.copy_, data.view(entry.source.dtype).view(entry.shape)))
         else:
-            x = _indexed(entry.source, data.storage_offset())
+            x = _indexed(entry.source, int(data.storage_offset()))
             found.append(partial(x.index_copy_, 0, pages[id(entry.pages)], data.view(x.dtype).view(-1, *x.shape[1:])))
     return found
 

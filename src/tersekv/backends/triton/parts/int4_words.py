@@ -87,9 +87,9 @@ def int4_words_to_words(
                 word |= bits << (BITS * j)
             out = out + (word,)
         if FORMAT.CODE == E4M3:
-            return _in_order(out[0], out[1])
+            return _in_order(out[0], out[1])  # type: ignore[misc]
         else:
-            return _in_order(_in_order(out[0], out[2]), _in_order(out[1], out[3]))
+            return _in_order(_in_order(out[0], out[2]), _in_order(out[1], out[3]))  # type: ignore[misc]
 
 
 @triton.jit
