@@ -388,7 +388,7 @@ def read(entries: Sequence[Entry], body: Tensor, device: torch.device) -> tuple[
     def add(half: int, whole: slice, chunk: list[_Piece]) -> None:
         sums.add(chunk, there[whole.start - start : whole.stop - start])
 
-    _pipelined(device, sorted(_chunks(entries), key=lambda of: len(of[1])), back, add)
+    _pipelined(device, sorted(_chunks(entries), key=lambda of: len(of[1])), back, add, in_halves=False)
     return [there[e.begin - start : e.end - start] for e in entries], sums
 
 
@@ -431,10 +431,12 @@ def _indexed(x: Tensor, begin: int) -> Tensor:
     return x
 
 
-def _pipelined(device: torch.device, chunks: Sequence[tuple], first: Callable, second: Callable) -> None:
+def _pipelined(
+    device: torch.device, chunks: Sequence[tuple], first: Callable, second: Callable, in_halves: bool = True
+) -> None:
     """`first(half, *chunk)`, then `second` of the same, for each chunk. On a GPU each has a stream of its own, so that
-    one chunk's second runs beside the next one's first; what was the second's, a half of two buffers, is free before
-    the first takes it again. The host waits for neither: the current stream does, at the end."""
+    one chunk's second runs beside the next one's first; in_halves: what was the second's, a half of two buffers, is
+    free before the first takes it again. The host waits for neither: the current stream does, at the end."""
     if device.type != "cuda":
         for i, chunk in enumerate(chunks):
             first(i % 2, *chunk)
@@ -446,7 +448,7 @@ def _pipelined(device: torch.device, chunks: Sequence[tuple], first: Callable, s
     free: list[Any] = [None, None]  # events
     try:
         for i, chunk in enumerate(chunks):
-            if free[i % 2] is not None:
+            if in_halves and free[i % 2] is not None:
                 streams[0].wait_event(free[i % 2])
             with torch.cuda.stream(streams[0]):
                 first(i % 2, *chunk)
