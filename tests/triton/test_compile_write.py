@@ -295,9 +295,10 @@ def test_a_transcode_compiles_for_every_chip(arch, pair):
     assert_fits(kernel, 168 if pair[1] == "int4_per_token_head" else 128)  # a thread holds a row: 3 programs
     assert_rounds_as_written(kernel)
     if isinstance(arch, int):  # of each layer too, whose tensors lie somewhere else
-        twice = pair == COLD[1]  # whose stores are twice as wide as its loads
-        assert ("ld.global.v2.b32" if twice else "ld.global.v4.b32") in kernel["ptx"]
-        assert "st.global.v4.b32" in kernel["ptx"]
+        # Of 4 and 8 bits the wider ones: a thread stores what it loads.
+        wide_loads, wide_stores = pair != COLD[1], pair != COLD[0] or arch == 80
+        assert ("ld.global.v4.b32" if wide_loads else "ld.global.v2.b32") in kernel["ptx"]
+        assert ("st.global.v4.b32" if wide_stores else "st.global.v2.b32") in kernel["ptx"]
 
 
 @pytest.mark.parametrize("arch", [80, 90])
