@@ -56,7 +56,6 @@ _TILE_CODES = {  # and from what
     **dict.fromkeys(("e4m3", "bf16", "fp16"), ("int4",)),
 }
 _WARPS = 1  # of programs of such rows
-_CODES_OF_A_THREAD = {"bf16": 32, "fp16": 32}  # int4 that it makes 16 bits; else 64
 _MAX_ROWS = 1 << 31  # of a side, that 32 bits count
 
 
@@ -489,13 +488,14 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
 
 
 def _choose_threads_per_row(f: SimpleNamespace, side: str, formats: tuple[str, str], dim: int, unit: int) -> int:
-    """Returns how many threads share a row that becomes 4 bits by `int4_rows` or `nvfp4_rows`; 0: rows go by elements.
+    """Returns how many threads share a row that has or gets 4 bits (`int4_rows`, `int4_words`, `nvfp4_rows`); 0: rows
+    go by elements.
 
-    A thread holds 64 numbers of a row; of rotated rows all, since threads would exchange every number, up to 128, or 64
-    where more spill. NVIDIA H100, 2026-11-26, 16384 tokens, 8 layers of 8 heads of 128, with 64 and 128 numbers: bf16
-    252, 264 us; fp8 166, 175; rotated bf16 574, 300; rotated fp8 501, 260; element by element 338, 353, 528, 482.
-    Instructions a code as compiled for sm_90, 2026-11-26: to nvfp4 47 element by element, 25 so (its time is not
-    measured yet); to int4 14; element by element int4 to fp8 29, to bf16 33, bf16 to fp8 19, at the rate of a copy.
+    A thread holds 64 numbers of a row, or 32 where they become 16 bits; of rotated rows all, since threads would
+    exchange every number, up to 128, or 64 where more spill. NVIDIA H100, 2026-11-27, 16384 tokens, 8 layers of 8 heads
+    of 128, us with 32, 64 and 128 numbers: bf16 to int4 233, 242, 500; fp8 to int4 165, 144, 248; int4 to fp8 162, 143,
+    340; int4 to bf16 247, 252, 1067; fp8 to nvfp4 185, 175, 324. On 2026-11-26, with 64 and 128: rotated bf16 574, 300;
+    rotated fp8 501, 260; element by element 528, 482.
     """
     src, dst = (ALL_FORMATS[name] for name in formats)
     codes, cache = getattr(f, f"src_{side}"), getattr(f, f"{side}_cache")
@@ -510,7 +510,7 @@ def _choose_threads_per_row(f: SimpleNamespace, side: str, formats: tuple[str, s
     if src.code == "int4" and (rotated or dim < 32 or dst.scale == TOKEN_HEAD):
         return 0
     if not rotated:
-        return max(1, dim // _CODES_OF_A_THREAD.get(dst.code, 64))
+        return max(1, dim // (32 if dst.code in ("bf16", "fp16") else 64))
     if dst.code == "e2m1":
         return 0
     return int(dim <= (128 if (f.arch or 0) < _FIRST_BLACKWELL else 64))
