@@ -12,8 +12,9 @@ import json
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from secrets import token_hex
@@ -191,11 +192,12 @@ class Record:
             self.fail("record", f"{nbytes} bytes behind the header", len(body))
         return body
 
-    def compare_checksums(self, metadata: dict[str, Any], entries: Sequence[Entry], sums: Sequence[str]) -> None:
+    def compare_checksums(self, metadata: dict[str, Any], sums: Checksums) -> None:
+        """Waits for the device."""
         stored = self._json("checksums", metadata.get("checksums"))
-        for entry, got in zip(entries, sums, strict=True):
-            if stored.get(entry.name) != got:
-                self.fail(entry.name, f"bytes of the checksum {stored.get(entry.name)}", got)
+        for name, got in sums.spelt().items():
+            if stored.get(name) != got:
+                self.fail(name, f"bytes of the checksum {stored.get(name)}", got)
 
 
 def _nbytes(entries: Sequence[Entry]) -> int:
@@ -284,35 +286,57 @@ def _difference(entry: str, ours: Any, theirs: Any) -> tuple[str, Any, Any]:
     return _difference(f"{entry}.{key}", x, y)
 
 
-class _Checksums:
+class Checksums:
     """The checksums of entries, summed up where their bytes are."""
 
     def __init__(self, entries: Iterable[Entry], device: torch.device) -> None:
-        self._of: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # powers for words and for pages; the sum
-        powers: dict[tuple[int, int], Tensor] = {}  # most entries are of one size
+        self._rows: dict[str, tuple[int, int]] = {}  # of an entry in the sums of its pages, a matrix for each number
+        counts: dict[int, int] = {}
         for entry in entries:
-            words = -(-(entry.end - entry.begin) // max(_count(entry), 1) // 8)
-            keys = (_A, words), (_B, _count(entry))
-            for base, n in keys:
-                if (base, n) not in powers:
-                    powers[base, n] = torch.full((n,), base, dtype=torch.int64, device=device).cumprod(0)
-            zero = torch.zeros((), dtype=torch.int64, device=device)
-            self._of[entry.name] = powers[keys[0]], powers[keys[1]], zero
+            n = _count(entry)
+            self._rows[entry.name] = n, counts.get(n, 0)
+            counts[n] = counts.get(n, 0) + 1
+        self._device = device
+        self._of_pages = {n: torch.zeros(rows, n, dtype=torch.int64, device=device) for n, rows in counts.items()}
 
-    def add(self, piece: _Piece, data: Tensor) -> None:
-        """data: its bytes, 1-D."""
-        of_words, of_pages, total = self._of[piece.entry.name]
-        rows = data.view(piece.last - piece.first, -1)
+    def add(self, pieces: Sequence[_Piece], data: Tensor) -> None:
+        """data: the bytes of all of them, 1-D. Whole entries of one size that follow each other are summed at once."""
+        first, begin = 0, pieces[0].where.start
+        for i, piece in enumerate(pieces):
+            if i + 1 < len(pieces) and self._go_on(piece, pieces[i + 1]):
+                continue
+            run = pieces[first : i + 1]
+            self._add(run, data[run[0].where.start - begin : piece.where.stop - begin])
+            first = i + 1
+
+    def _go_on(self, piece: _Piece, after: _Piece) -> bool:
+        (n, i), (m, j) = (self._rows[p.entry.name] for p in (piece, after))
+        whole = all(p.last - p.first == n for p in (piece, after))
+        sizes = {p.entry.end - p.entry.begin for p in (piece, after)}
+        return whole and (n, i + 1) == (m, j) and len(sizes) == 1
+
+    def _add(self, run: Sequence[_Piece], data: Tensor) -> None:
+        (n, row), first, last = self._rows[run[0].entry.name], run[0].first, run[0].last
+        rows = data.view(len(run) * (last - first), -1)
         if rows.shape[1] % 8:
             rows = F.pad(rows, (0, -rows.shape[1] % 8))
         elif rows.storage_offset() % 8:
             rows = rows.clone()
-        total += ((rows.view(torch.int64) * of_words).sum(1) * of_pages[piece.first : piece.last]).sum()
+        words, flat = rows.view(torch.int64), self._of_pages[n].view(-1)
+        at = row * n + first
+        torch.sum(words * _powers(_A, words.shape[1], self._device), 1, out=flat[at : at + len(rows)])
 
     def spelt(self) -> dict[str, str]:
-        """As text, by name. Waits for the device."""
-        sums = torch.stack([total for *_, total in self._of.values()]).tolist() if self._of else []
-        return {name: f"{n % (1 << 64):016x}" for name, n in zip(self._of, sums, strict=True)}
+        """As text, by name, in the order of the entries. Waits for the device."""
+        sums = {n: (x * _powers(_B, n, self._device)).sum(1).tolist() for n, x in self._of_pages.items()}
+        return {name: f"{sums[n][i] % (1 << 64):016x}" for name, (n, i) in self._rows.items()}
+
+
+@lru_cache(16)
+def _powers(base: int, n: int, device: torch.device) -> Tensor:
+    """base^1 to base^n. Kept: records of a cache are of the same sizes."""
+    with torch.inference_mode(False):
+        return torch.full((n,), base, dtype=torch.int64, device=device).cumprod(0)
 
 
 def _read(entries: Sequence[Entry], out: Tensor) -> list[str]:
@@ -324,21 +348,23 @@ def _read(entries: Sequence[Entry], out: Tensor) -> list[str]:
 
 
 def _read_from(device: torch.device, entries: Sequence[Entry], out: Tensor) -> dict[str, str]:
-    chunks, sums = [*_chunks(entries)], _Checksums(entries, device)
+    # Of few pieces first: while their bytes are on their way the host has time for those of many.
+    chunks, sums = sorted(_chunks(entries), key=lambda of: len(of[1])), Checksums(entries, device)
     # Two in turn: memory that a stream still copies could not be had again without waiting.
     most = max((whole.stop - whole.start for whole, _ in chunks), default=0)
     buffers = torch.empty(2, -(-most // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=device)
-    pages = _page_indices(entries)
+    pages = page_indices(entries)
 
     def gather(half: int, whole: slice, chunk: list[_Piece]) -> None:
         for piece in chunk:
-            entry = piece.entry
-            x = entry.source
-            if entry.pages is not None:
-                x = _indexed(x)[pages[id(entry.pages)][piece.first : piece.last]]
-            data = buffers[half, piece.where.start - whole.start : piece.where.stop - whole.start]
-            data.copy_(_bytes(x))
-            sums.add(piece, data)
+            entry, begin = piece.entry, piece.where.start - whole.start
+            data = buffers[half, begin : piece.where.stop - whole.start]
+            if entry.pages is None:
+                data.copy_(_bytes(entry.source))
+            else:
+                x, listed = _indexed(entry.source, begin), pages[id(entry.pages)][piece.first : piece.last]
+                torch.index_select(x, 0, listed, out=data.view(x.dtype).view(-1, *x.shape[1:]))
+        sums.add(chunk, buffers[half, : whole.stop - whole.start])
 
     def away(half: int, whole: slice, chunk: list[_Piece]) -> None:
         out[whole].copy_(buffers[half, : whole.stop - whole.start], non_blocking=True)
@@ -347,46 +373,45 @@ def _read_from(device: torch.device, entries: Sequence[Entry], out: Tensor) -> d
     return sums.spelt()
 
 
-def read(entries: Sequence[Entry], body: Tensor, device: torch.device) -> tuple[list[Tensor], list[str]]:
-    """The bytes of entries that follow each other, where the cache is, and their checksums."""
+def read(entries: Sequence[Entry], body: Tensor, device: torch.device) -> tuple[list[Tensor], Checksums]:
+    """The bytes of entries that follow each other, where the cache is, and their checksums: the call does not wait."""
     start, end = entries[0].begin, entries[-1].end
     there = torch.empty(end - start, dtype=torch.uint8, device=device)
-    sums = _Checksums(entries, device)
+    sums, pinned = Checksums(entries, device), device.type != "cuda" or body.is_pinned()
 
     def back(half: int, whole: slice, chunk: list[_Piece]) -> None:
         data = body[whole]
-        if device.type == "cuda" and not data.is_pinned():  # PyTorch has it again when the copy is done
+        if not pinned:  # PyTorch has it again when the copy is done
             data = data.pin_memory()
         there[whole.start - start : whole.stop - start].copy_(data, non_blocking=True)
 
     def add(half: int, whole: slice, chunk: list[_Piece]) -> None:
-        for piece in chunk:
-            sums.add(piece, there[piece.where.start - start : piece.where.stop - start])
+        sums.add(chunk, there[whole.start - start : whole.stop - start])
 
-    _pipelined(device, [*_chunks(entries)], back, add)
-    found = sums.spelt()
-    return [there[e.begin - start : e.end - start] for e in entries], [found[e.name] for e in entries]
+    _pipelined(device, sorted(_chunks(entries), key=lambda of: len(of[1])), back, add, in_halves=False)
+    return [there[e.begin - start : e.end - start] for e in entries], sums
 
 
-def put(entries: Sequence[Entry], stored: Sequence[Tensor]) -> None:
-    """The bytes of entries become their pages, or all of each."""
-    pages = _page_indices(entries)
+def puts(entries: Sequence[Entry], stored: Sequence[Tensor], pages: Mapping[int, Tensor]) -> list[Callable[[], object]]:
+    """Calls that make the bytes of entries their pages, each named once, or all of each; pages: `page_indices`."""
+    found: list[Callable[[], object]] = []
     for entry, data in zip(entries, stored, strict=True):
         if entry.pages is None:
-            entry.source.copy_(data.view(entry.source.dtype).view(entry.shape))
-            continue
-        x = _indexed(entry.source)
-        if data.storage_offset() % x.itemsize:
-            data = data.clone()
-        x[pages[id(entry.pages)]] = data.view(x.dtype).view(-1, *x.shape[1:])
+            found.append(partial(entry.source.copy_, data.view(entry.source.dtype).view(entry.shape)))
+        else:
+            x = _indexed(entry.source, int(data.storage_offset()))
+            found.append(partial(x.index_copy_, 0, pages[id(entry.pages)], data.view(x.dtype).view(-1, *x.shape[1:])))
+    return found
 
 
-def _page_indices(entries: Iterable[Entry]) -> dict[int, Tensor]:
-    """The entries' pages where they lie, by the list's identity: most entries share one."""
+def page_indices(entries: Iterable[Entry]) -> dict[int, Tensor]:
+    """The entries' pages where they lie, by the list's identity: most entries share one. May wait for the device."""
     found: dict[int, Tensor] = {}
     for entry in entries:
         if entry.pages is not None and id(entry.pages) not in found:
-            found[id(entry.pages)] = torch.tensor(entry.pages, dtype=torch.int64, device=entry.source.device)
+            packed = array("q", entry.pages)
+            listed = torch.frombuffer(packed, dtype=torch.int64) if packed else torch.empty(0, dtype=torch.int64)
+            found[id(entry.pages)] = listed.to(entry.source.device)
     return found
 
 
@@ -395,19 +420,23 @@ def same(entry: Entry, stored: Tensor) -> bool:
     return torch.equal(stored, _bytes(entry.source))
 
 
-def _indexed(x: Tensor) -> Tensor:
-    """The same bytes in the widest elements that a tensor's strides allow: rows are indexed element by element."""
+def _indexed(x: Tensor, begin: int) -> Tensor:
+    """The same bytes in the widest elements that a tensor's strides allow, and their other place, which begins at this
+    byte of an aligned buffer: rows are indexed element by element."""
     for dtype in _WORDS:
         n = dtype.itemsize // x.itemsize
-        if n and not any(s % n for s in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])) and x.stride(-1) == 1:
+        places = (begin // x.itemsize, x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+        if n and not any(place % n for place in places) and x.stride(-1) == 1:
             return x.view(dtype)
     return x
 
 
-def _pipelined(device: torch.device, chunks: Sequence[tuple], first: Callable, second: Callable) -> None:
+def _pipelined(
+    device: torch.device, chunks: Sequence[tuple], first: Callable, second: Callable, in_halves: bool = True
+) -> None:
     """`first(half, *chunk)`, then `second` of the same, for each chunk. On a GPU each has a stream of its own, so that
-    one chunk's second runs beside the next one's first; what was the second's, a half of two buffers, is free before
-    the first takes it again. The host waits for neither: the current stream does, at the end."""
+    one chunk's second runs beside the next one's first; in_halves: what was the second's, a half of two buffers, is
+    free before the first takes it again. The host waits for neither: the current stream does, at the end."""
     if device.type != "cuda":
         for i, chunk in enumerate(chunks):
             first(i % 2, *chunk)
@@ -419,7 +448,7 @@ def _pipelined(device: torch.device, chunks: Sequence[tuple], first: Callable, s
     free: list[Any] = [None, None]  # events
     try:
         for i, chunk in enumerate(chunks):
-            if free[i % 2] is not None:
+            if in_halves and free[i % 2] is not None:
                 streams[0].wait_event(free[i % 2])
             with torch.cuda.stream(streams[0]):
                 first(i % 2, *chunk)

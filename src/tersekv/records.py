@@ -90,13 +90,17 @@ def import_pages(
     file.compare_metadata(metadata, _metadata(cache, len(listed), words), "the cache and the pages named have")
     file.compare_entries(entries)
     tokens = file.number(metadata, "num_tokens", len(listed) * cache.page_size)
+    places = record_file.page_indices(entries)
     there, sums = record_file.read(entries, file.body(entries), cache.device)
-    file.compare_checksums(metadata, entries, sums)
+    own = [i for i, entry in enumerate(entries) if entry.pages is not None]
+    # While the bytes are on their way.
+    puts = record_file.puts([entries[i] for i in own], [there[i] for i in own], places)
+    file.compare_checksums(metadata, sums)
     for entry, stored in zip(entries, there, strict=True):
         if entry.pages is None and not record_file.same(entry, stored):
             file.fail(entry.name, "the values that the cache has", "others")
-    own = [i for i, entry in enumerate(entries) if entry.pages is not None]
-    record_file.put([entries[i] for i in own], [there[i] for i in own])
+    for put in puts:
+        put()
     return tokens
 
 
@@ -112,10 +116,11 @@ def _page_list(cache: Cache, pages: Tensor | Sequence[int]) -> list[int]:
         pages = pages.tolist()
     if not isinstance(pages, Sequence) or isinstance(pages, str):
         raise TypeError(f"pages: want a list of ints or an integer Tensor [n], got {type(pages).__name__}")
-    listed = [as_int("pages", page) for page in pages]
-    for i, page in enumerate(listed):
-        if not 0 <= page < cache.num_pages:
-            raise ValueError(f"pages: want pages in [0, {cache.num_pages}), got {page} at {i}")
+    listed = [*pages] if {*map(type, pages)} == {int} else [as_int("pages", page) for page in pages]
+    most = cache.num_pages
+    if listed and not 0 <= min(listed) <= max(listed) < most:
+        i, page = next((i, page) for i, page in enumerate(listed) if not 0 <= page < most)
+        raise ValueError(f"pages: want pages in [0, {most}), got {page} at {i}")
     return listed
 
 

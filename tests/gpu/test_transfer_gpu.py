@@ -46,13 +46,21 @@ def test_all_layers_at_once_give_the_oracles_bytes(src, dst, rotation):
     assert_equal(b, want)
 
 
-@pytest.mark.parametrize("src", ["bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head"])
+EIGHT_BITS = ["fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head"]
+ANY_BITS = [
+    *product(["bf16", "fp16", *EIGHT_BITS], ["int4_per_token_head"], [None, "hadamard"]),
+    *product(EIGHT_BITS, ["nvfp4"], [None]),
+    *product(["int4_per_token_head"], ["fp8_e4m3", "bf16", "fp16"], [None]),
+]
+
+
+@pytest.mark.parametrize(("src", "dst", "rotation"), ANY_BITS)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("rotation", [None, "hadamard"])
-def test_int4_of_any_bits_is_the_oracles(src, dim, rotation):
+def test_rows_of_any_bits_become_the_oracles(src, dst, rotation, dim):
     """NaN, infinities, ranges that overflow, subnormals: the kernel's codes saturate where the oracle compares."""
     sizes = {"num_layers": 2, "num_kv_heads": H, "head_dim": dim, "device": "cuda"}
-    a = PagedKVCache.allocate(num_pages=64, page_size=16, format=src, **sizes)
+    scales = {f"{side}_scale": 0.37 for side in "kv"} if src in ("fp8_e4m3", "fp8_e5m2") else {}
+    a = PagedKVCache.allocate(num_pages=64, page_size=16, format=src, **sizes, **scales)
     for layer in a.layers:
         for x in (layer.k, layer.v):
             x.view(torch.uint8).random_()
@@ -62,8 +70,7 @@ def test_int4_of_any_bits_is_the_oracles(src, dim, rotation):
             if x is not None:
                 x.uniform_(1e-9, 1e-2)
     b, want = (
-        PagedKVCache.allocate(num_pages=16, page_size=64, format="int4_per_token_head", rotation=rotation, **sizes)
-        for _ in range(2)
+        PagedKVCache.allocate(num_pages=16, page_size=64, format=dst, rotation=rotation, **sizes) for _ in range(2)
     )
     pages = [*range(64)], [*range(16)]
     tersekv.transcode(a, pages[0], b, pages[1])

@@ -11,6 +11,7 @@ from against_oracle import assert_bytes_equal, check, one_program_a_tensor, writ
 import tersekv
 from tersekv.backends.host import bind, launch
 from tersekv.cache import PagedKVCache, PagedLatentCache
+from tersekv.formats import KV_FORMATS
 from tersekv.testing.make import make
 
 OP = "transcode"
@@ -80,6 +81,22 @@ def test_layers_that_are_alike_are_one_launch(monkeypatch):
     tersekv.transcode(a, [3, 1, 5], b, [2, 0], num_tokens=11, backend="triton")
     assert sorted(grid[1] for grid in grids) == [1, 1, 2], "layers 0 and 2 are one launch"
     tersekv.transcode(a, [3, 1, 5], want, [2, 0], num_tokens=11, backend="torch")
+    assert_equal(b, want)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("dst", ["int4_per_token_head", "nvfp4"])
+@pytest.mark.parametrize("src", [name for name in KV_FORMATS if name not in ("int4_per_token_head", "nvfp4")])
+def test_whole_rows_of_every_format_become_4_bits(src, dst, rotated):
+    """A thread's row: with signs of columns, which a format without a sign bit takes another way."""
+    a = PagedKVCache.allocate(1, 6, 4, 2, 64, format=src)
+    b, want = (PagedKVCache.allocate(1, 2, 16, 2, 64, format=dst, rotation="hadamard" if rotated else None)
+               for _ in range(2))  # fmt: skip
+    for layer in (b[0], want[0]) if rotated else ():
+        layer.k_signs[::3] = -1
+    tersekv.append(*torch.randn(2, 24, 2, 64), a[0], torch.arange(24), backend="torch")
+    for cache, backend in ((b, "triton"), (want, "torch")):
+        tersekv.transcode(a, [3, 1, 5, 0, 4, 2], cache, [1, 0], num_tokens=22, backend=backend)
     assert_equal(b, want)
 
 

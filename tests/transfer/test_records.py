@@ -284,11 +284,13 @@ def test_what_runs_on_the_device_reads_nothing_on_the_host(monkeypatch):
     a = filled(kv("nvfp4"))
     entries, _ = records._entries(a, [3, 1])
     body = torch.empty(entries[-1].end, dtype=torch.uint8)
-    monkeypatch.setattr(record_file._Checksums, "spelt", lambda sums: dict.fromkeys(sums._of, ""))
+    monkeypatch.setattr(record_file.Checksums, "spelt", lambda sums: dict.fromkeys(sums._rows, ""))
+    pages = record_file.page_indices(entries)
     with NoHostReads():
         record_file._read_from(a.device, entries, body)
         there, _ = record_file.read(entries, body, a.device)
-        record_file.put(entries, there)
+        for put in record_file.puts(entries, there, pages):
+            put()
 
 
 @pytest.mark.parametrize("most", [1, 100, 1 << 12, 1 << 24])

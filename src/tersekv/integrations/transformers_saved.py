@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from .. import saved
 from ..cache import PagedKVCache, PagedLatentCache, device_of
 from ..layers import Formats
-from ..record_file import Entry, Record, bytes_of, page_tensors, placed, put, read, write
+from ..record_file import Entry, Record, bytes_of, page_indices, page_tensors, placed, puts, read, write
 from ..records import ATTRIBUTES
 from .transformers_pages import LOST
 from .transformers_store import Store
@@ -187,9 +187,11 @@ def _take(file: Record, metadata: dict[str, Any], entries: list[Entry]) -> None:
         file.compare_entries(entries)
         file.body(entries)
     for entry in entries:
-        (stored,), sums = read([entry], file.data, entry.source.device)
-        file.compare_checksums(metadata, [entry], sums)
-        put([entry], [stored])
+        pages = page_indices([entry])
+        stored, sums = read([entry], file.data, entry.source.device)
+        file.compare_checksums(metadata, sums)
+        for put in puts([entry], stored, pages):
+            put()
 
 
 def attributes_of(words: Sequence[dict[str, Any]]) -> list[Any]:

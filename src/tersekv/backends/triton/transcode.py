@@ -21,14 +21,17 @@ from .parts.dequant import BF16, E2M1, E4M3, E5M2, FP16, INT4, INT8, e4m3_bytes_
 from .parts.hadamard import blockwise_hadamard_unnormalized
 from .parts.int4_rows import (
     decode_32bit_words_of_8_or_16bit_codes,
+    flip_signs,
     load_rows_as_32bit_words,
+    load_tiles_of_32bit_words,
     normalized_hadamard_of_row_tiles,
     quantize_and_store_int4_tiles,
+    quantize_and_store_words_as_int4,
     row_min_max_of_tiles,
-    row_min_max_of_words,
     xor_words_of_signs,
 )
-from .parts.nvfp4_rows import quantize_and_store_nvfp4_tiles
+from .parts.int4_words import transcode_int4_rows
+from .parts.nvfp4_rows import quantize_and_store_e4m3_words_as_nvfp4, quantize_and_store_nvfp4_tiles
 from .parts.quant import BLOCK, GROUP, TENSOR, TOKEN_HEAD, ZERO_POINT, quantize_and_store, reciprocal_rn, store_codes
 from .parts.token_rows import cache_row_offsets, clamped_token_and_head_of_rows, interleave_pairs
 
@@ -47,8 +50,12 @@ _TENSOR_ARGS = tensor_args(
     },
 )  # fmt: skip
 _FIRST_BLACKWELL = 100  # whose compiler pairs fp32 registers: 128 of them spill
-_TILE_CODES = {"int4": ("bf16", "fp16", "e4m3", "e5m2", "int8"), "e2m1": ("e4m3", "e5m2", "int8")}  # and from what
-_WARPS = 2  # of programs of such rows
+_TILE_CODES = {  # and from what
+    "int4": ("bf16", "fp16", "e4m3", "e5m2", "int8"),
+    "e2m1": ("e4m3", "e5m2", "int8"),
+    **dict.fromkeys(("e4m3", "bf16", "fp16"), ("int4",)),
+}
+_WARPS = 1  # of programs of such rows
 _MAX_ROWS = 1 << 31  # of a side, that 32 bits count
 
 
@@ -212,6 +219,26 @@ def unrotate_rescale_channels_and_rotate(x, src_attributes, dst_attributes, uneq
 
 
 @triton.jit
+def load_scale_of_rows(
+    p_stored_scales, o_stored_scales, m_live, p_scale, scale, p_layer_table, head, SIDE: tl.constexpr,
+    FORMAT: tl.constexpr, PER_HEAD: tl.constexpr,
+):  # fmt: skip
+    """Returns the one scale of source rows, stored with each or of the tensor: [ROWS, 1] or [1, 1]."""
+    if FORMAT.SCALE == TENSOR:
+        return load_dequantizing_scale(p_scale, scale, p_layer_table, 8 + SIDE, 20 + SIDE, head, PER_HEAD)
+    else:
+        return tl.load(p_stored_scales + o_stored_scales, mask=m_live, other=0.0)
+
+
+@triton.jit
+def load_nvfp4_scales(p_scale, scale, p_layer_table, head, SIDE: tl.constexpr, PER_HEAD: tl.constexpr):
+    """Returns (quantizing scale, global scale) of nvfp4 rows."""
+    dst_scale = load_dequantizing_scale(p_scale, scale, p_layer_table, 10 + SIDE, 22 + SIDE, head, PER_HEAD)
+    quant_scale = reciprocal_rn(dst_scale)
+    return quant_scale, reciprocal_rn(quant_scale) if p_scale is None else dst_scale
+
+
+@triton.jit
 def load_dequantized_tiles_and_row_min_max(
     p_src, o_src, p_stored_scales, o_stored_scales, m_live, p_scale, scale, p_layer_table, head, SIDE: tl.constexpr,
     D: tl.constexpr,
@@ -222,28 +249,23 @@ def load_dequantized_tiles_and_row_min_max(
     PACK: tl.constexpr = 32 // p_src.dtype.element_ty.primitive_bitwidth
     words = load_rows_as_32bit_words(p_src, o_src, m_live, D // PACK, THREADS_PER_ROW)
     if p_dst_signs is not None:
-        words ^= xor_words_of_signs(p_dst_signs, D // PACK, PACK)
+        signs = xor_words_of_signs(p_dst_signs, D // PACK, PACK)
+        if FORMAT.CODE != INT8:
+            words ^= signs
     tiles = decode_32bit_words_of_8_or_16bit_codes(words, FORMAT, NATIVE_E4M3, USE_PTX)
-    IN_16_BITS: tl.constexpr = FORMAT.CODE == BF16 or FORMAT.CODE == FP16 or (FORMAT.CODE == E4M3 and NATIVE_E4M3)
-    RANGE_OF_WORDS: tl.constexpr = USE_PTX and IN_16_BITS and p_dst_signs is None
-    if RANGE_OF_WORDS:
-        row_min, row_max = row_min_max_of_words(words, FORMAT)
+    if p_dst_signs is not None and FORMAT.CODE == INT8:
+        tiles = flip_signs(tiles, signs)
     if FORMAT.SCALE == TOKEN_HEAD or FORMAT.SCALE == TENSOR:
-        if FORMAT.SCALE == TENSOR:
-            factor = load_dequantizing_scale(p_scale, scale, p_layer_table, 8 + SIDE, 20 + SIDE, head, PER_HEAD)
-        else:
-            factor = tl.load(p_stored_scales + o_stored_scales, mask=m_live, other=0.0)
+        factor = load_scale_of_rows(
+            p_stored_scales, o_stored_scales, m_live, p_scale, scale, p_layer_table, head, SIDE, FORMAT, PER_HEAD
+        )
         scaled = ()
         for j in tl.static_range(PACK):
             scaled = scaled + (tiles[j] * factor,)
         tiles = scaled
-        if RANGE_OF_WORDS:  # rounding keeps the order, and a scale below 0 turns it
-            row_min, row_max = row_min_max_of_tiles((row_min[:, None] * factor, row_max[:, None] * factor))
     if p_dst_signs is not None:
         tiles = normalized_hadamard_of_row_tiles(tiles)
-    if not RANGE_OF_WORDS:
-        row_min, row_max = row_min_max_of_tiles(tiles)
-    return tiles, (row_min, row_max)
+    return tiles, row_min_max_of_tiles(tiles)
 
 
 @triton.jit
@@ -281,7 +303,34 @@ def transcode_rows(
     o_src_stored += load_layer_offset_in_elements(p_layer_table, 2 + SIDE, 1 if SRC_FORMAT.SCALE == BLOCK else 4)
     o_dst_stored += load_layer_offset_in_elements(p_layer_table, 6 + SIDE, 1 if DST_FORMAT.SCALE == BLOCK else 4)
 
-    if THREADS_PER_ROW > 0:
+    if THREADS_PER_ROW > 0 and SRC_FORMAT.CODE == INT4:
+        dst_scale = load_dequantizing_scale(dst[2], dst[5], p_layer_table, 10 + SIDE, 22 + SIDE, head, DST_PER_HEAD)
+        transcode_int4_rows(
+            p_src, o_src, p_src_stored, o_src_stored, p_dst, o_dst, m_live, reciprocal_rn(dst_scale), D,
+            THREADS_PER_ROW, DST_FORMAT, NATIVE_FP8_CAST, USE_PTX,
+        )  # fmt: skip
+    elif THREADS_PER_ROW > 0 and DST_FORMAT.CODE == E2M1 and SRC_FORMAT.CODE == E4M3 and USE_PTX and NATIVE_E4M3:
+        words = load_tiles_of_32bit_words(p_src, o_src, m_live, D // 4, THREADS_PER_ROW)
+        src_scale = load_scale_of_rows(
+            p_src_stored, o_src_stored, m_live, src[2], src[5], p_layer_table, head, SIDE, SRC_FORMAT, SRC_PER_HEAD
+        )
+        quant_scale, global_scale = load_nvfp4_scales(dst[2], dst[5], p_layer_table, head, SIDE, DST_PER_HEAD)
+        quantize_and_store_e4m3_words_as_nvfp4(
+            words, src_scale, p_dst, p_dst_stored, o_dst, o_dst_stored, m_live, quant_scale, global_scale
+        )
+    elif (
+        THREADS_PER_ROW > 0 and DST_FORMAT.CODE == INT4 and USE_PTX and dst[3] is None
+        and (SRC_FORMAT.CODE == BF16 or SRC_FORMAT.CODE == FP16 or (SRC_FORMAT.CODE == E4M3 and NATIVE_E4M3))
+    ):  # fmt: skip
+        PACK: tl.constexpr = 32 // p_src.dtype.element_ty.primitive_bitwidth
+        words = load_tiles_of_32bit_words(p_src, o_src, m_live, D // PACK, THREADS_PER_ROW)
+        src_scale = 1.0
+        if SRC_FORMAT.CODE == E4M3:
+            src_scale = load_scale_of_rows(
+                p_src_stored, o_src_stored, m_live, src[2], src[5], p_layer_table, head, SIDE, SRC_FORMAT, SRC_PER_HEAD
+            )
+        quantize_and_store_words_as_int4(words, src_scale, p_dst, p_dst_stored, o_dst, o_dst_stored, m_live, SRC_FORMAT)
+    elif THREADS_PER_ROW > 0:
         # The range, which nvfp4 has no use for, the compiler drops.
         tiles, row_range = load_dequantized_tiles_and_row_min_max(
             p_src, o_src, p_src_stored, o_src_stored, m_live, src[2], src[5], p_layer_table, head, SIDE, D,
@@ -296,12 +345,11 @@ def transcode_rows(
             )  # fmt: skip
         else:
             tl.static_assert(DST_FORMAT.CODE == E2M1, "a code that tiles do not become")
-            dst_scale = load_dequantizing_scale(dst[2], dst[5], p_layer_table, 10 + SIDE, 22 + SIDE, head, DST_PER_HEAD)
-            quant_scale = reciprocal_rn(dst_scale)
-            global_scale = reciprocal_rn(quant_scale) if dst[2] is None else dst_scale
+            quant_scale, global_scale = load_nvfp4_scales(dst[2], dst[5], p_layer_table, head, SIDE, DST_PER_HEAD)
             quantize_and_store_nvfp4_tiles(
                 tiles, p_dst, p_dst_stored, o_dst, o_dst_stored, m_live, quant_scale, global_scale, USE_PTX
             )
+    if THREADS_PER_ROW > 0:
         return
 
     # Codes, and their scales of the tensor.
@@ -449,25 +497,29 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
 
 
 def _choose_threads_per_row(f: SimpleNamespace, side: str, formats: tuple[str, str], dim: int, unit: int) -> int:
-    """Returns how many threads share a row that becomes 4 bits by `int4_rows` or `nvfp4_rows`; 0: rows go by elements.
+    """Returns how many threads share a row that has or gets 4 bits (`int4_rows`, `int4_words`, `nvfp4_rows`); 0: rows
+    go by elements.
 
-    A thread holds 64 numbers of a row; of rotated rows all, since threads would exchange every number, up to 128, or 64
-    where more spill. NVIDIA H100, 2026-11-26, 16384 tokens, 8 layers of 8 heads of 128, with 64 and 128 numbers: bf16
-    252, 264 us; fp8 166, 175; rotated bf16 574, 300; rotated fp8 501, 260; element by element 338, 353, 528, 482.
-    Instructions a code as compiled for sm_90, 2026-11-26: to nvfp4 47 element by element, 25 so (its time is not
-    measured yet); to int4 14; element by element int4 to fp8 29, to bf16 33, bf16 to fp8 19, at the rate of a copy.
+    A thread holds 64 numbers of a row, or 32 where they become 16 bits; of rotated rows all, since threads would
+    exchange every number, up to 128, or 64 where more spill. NVIDIA H100, 2026-11-27, 16384 tokens, 8 layers of 8 heads
+    of 128, us with 32, 64 and 128 numbers: bf16 to int4 233, 242, 500; fp8 to int4 165, 144, 248; int4 to fp8 162, 143,
+    340; int4 to bf16 247, 252, 1067; fp8 to nvfp4 185, 175, 324. On 2026-11-26, with 64 and 128: rotated bf16 574, 300;
+    rotated fp8 501, 260; element by element 528, 482.
     """
     src, dst = (ALL_FORMATS[name] for name in formats)
     codes, cache = getattr(f, f"src_{side}"), getattr(f, f"{side}_cache")
     names = [f"{side}_channel_scale", f"src_{side}_channel_scale", f"src_{side}_signs"]
+    rotated = getattr(f, f"{side}_signs") is not None
     if (
         src.code not in _TILE_CODES.get(dst.code, ()) or src.scale in (BLOCK, GROUP)
         or dim & (dim - 1) or dim < 16 or not codes.aligned or not cache.aligned or unit * codes.dtype.itemsize % 16
         or any(getattr(f, name) is not None for name in names)
     ):  # fmt: skip
         return 0
-    if getattr(f, f"{side}_signs") is None:
-        return max(1, dim // 64)
+    if src.code == "int4" and (rotated or dim < 32 or dst.scale == TOKEN_HEAD):
+        return 0
+    if not rotated:
+        return max(1, dim // (32 if dst.code in ("bf16", "fp16") else 64))
     if dst.code == "e2m1":
         return 0
     return int(dim <= (128 if (f.arch or 0) < _FIRST_BLACKWELL else 64))

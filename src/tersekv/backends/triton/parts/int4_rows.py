@@ -16,21 +16,17 @@ from .packed_quant import unpack_pairs
 from .quant import encode_int4, int4_scale_zero_point_and_stored_scale, reciprocal_rn
 
 
-def _encode_8_int4_codes_ptx(num_tiles: int) -> str:
-    """Returns PTX: 8 columns, 1 / scale and zero point of each → 8 nibbles $0.
+def _encode_lines(values: list[str], inv_scales: list[str], zero_points: list[str]) -> list[str]:
+    """PTX of 8 numbers, the inverse scale and the zero point of each → 8 nibbles $0, in registers x, t and k0 to k7.
 
-    Operands are tiles of n = 8 / num_tiles elements: columns num_tiles * i + j first, then 1 / scale and
-    zero points of element i.
     A saturating multiply-add gives (y + 0.5) / 16 in [0, 1], rounded as y + 0.5 is; 2^19, whose last bit is 1 / 16,
     rounds it down to the code, or to 16 where that is 15. NaN saturates to 0.
     """
-    n = 8 // num_tiles
-    lines = ["{", ".reg .f32 x;", ".reg .b32 k<8>, t;"]
-    for c in range(8):
-        i, j = divmod(c, num_tiles)
+    lines = []
+    for c, (value, inv_scale, zero_point) in enumerate(zip(values, inv_scales, zero_points, strict=True)):
         lines += [
-            f"mul.rn.f32 x, ${1 + j * n + i}, ${1 + 8 + i};",
-            f"add.rn.f32 x, x, ${1 + 8 + n + i};",
+            f"mul.rn.f32 x, {value}, {inv_scale};",
+            f"add.rn.f32 x, x, {zero_point};",
             "fma.rn.sat.f32 x, x, 0f3D800000, 0f3D000000;",
             "add.rm.f32 x, x, 0f49000000;",
             f"mov.b32 k{c}, x;",
@@ -44,13 +40,57 @@ def _encode_8_int4_codes_ptx(num_tiles: int) -> str:
             "and.b32 t, t, 0x01010101;",
             f"sub.u32 k{c}, k{c}, t;",
         ]
-    return "\n".join([*lines, "shl.b32 t, k1, 4;", "or.b32 $0, k0, t;", "}"])
+    return [*lines, "shl.b32 t, k1, 4;", "or.b32 $0, k0, t;"]
+
+
+def _encode_8_int4_codes_ptx(codes_per_word: int) -> str:
+    """Returns PTX: 8 columns, 1 / scale and zero point of each → 8 nibbles $0.
+
+    Operands are tiles of n = 8 / codes_per_word elements: columns codes_per_word * i + j first, then 1 / scale and
+    zero points of element i.
+    """
+    n = 8 // codes_per_word
+    at = [divmod(c, codes_per_word) for c in range(8)]
+    lines = _encode_lines(
+        [f"${1 + j * n + i}" for i, j in at], [f"${9 + i}" for i, _ in at], [f"${9 + n + i}" for i, _ in at]
+    )
+    return "\n".join(["{", ".reg .f32 x;", ".reg .b32 k<8>, t;", *lines, "}"])
+
+
+def _encode_words_ptx(code: str) -> str:
+    """Returns PTX: words of 8 codes, then (e4m3:) their scale, 1 / scale of the int4 row and its zero point for each
+    word → 8 nibbles $0. Numbers are decoded where they are needed, so that few are held at a time."""
+    pack = 4 if code == "e4m3" else 2
+    n = 8 // pack
+    lines = ["{", ".reg .f32 x, y<8>;", ".reg .b32 k<8>, t, p;", ".reg .b16 l, h, u, v;"]
+    for i in range(n):
+        word, y = f"${1 + i}", [f"y{pack * i + j}" for j in range(pack)]
+        if code == "e4m3":
+            lines.append(f"mov.b32 {{u, v}}, {word};")
+            for half, (low, high) in (("u", y[:2]), ("v", y[2:])):
+                lines += [f"cvt.rn.f16x2.e4m3x2 p, {half};", "mov.b32 {l, h}, p;"]
+                lines += [f"cvt.f32.f16 {low}, l;", f"cvt.f32.f16 {high}, h;"]
+            lines += [f"mul.rn.f32 {name}, {name}, ${1 + n + i};" for name in y]
+        elif code == "fp16":
+            lines += [f"mov.b32 {{l, h}}, {word};", f"cvt.f32.f16 {y[0]}, l;", f"cvt.f32.f16 {y[1]}, h;"]
+        else:
+            lines += [f"shl.b32 t, {word}, 16;", f"mov.b32 {y[0]}, t;"]
+            lines += [f"and.b32 t, {word}, 0xFFFF0000;", f"mov.b32 {y[1]}, t;"]
+    first = 1 + n * (2 if code == "e4m3" else 1)
+    of = [c // pack for c in range(8)]
+    lines += _encode_lines(
+        [f"y{c}" for c in range(8)], [f"${first + i}" for i in of], [f"${first + n + i}" for i in of]
+    )
+    return "\n".join([*lines, "}"])
 
 
 def _constraints(pack: int) -> str:
     return "=r" + ",f" * (8 + 2 * 8 // pack)
 
 
+_E4M3_WORDS_PTX, _BF16_WORDS_PTX, _FP16_WORDS_PTX = (
+    tl.constexpr(_encode_words_ptx(code)) for code in ("e4m3", "bf16", "fp16")
+)
 _ENCODE_2_PTX, _ENCODE_4_PTX = tl.constexpr(_encode_8_int4_codes_ptx(2)), tl.constexpr(_encode_8_int4_codes_ptx(4))
 _CONSTRAINTS_2, _CONSTRAINTS_4 = tl.constexpr(_constraints(2)), tl.constexpr(_constraints(4))
 _E4M3_PTX = tl.constexpr(
@@ -58,20 +98,43 @@ _E4M3_PTX = tl.constexpr(
 )
 
 
+# NOTE: numbers leave this as fp32; of pairs of fp16 that it returned, the compiler permutes every two.
+_E4M3_TO_FP32_PTX = tl.constexpr(
+    """{
+    .reg .b16 l, h;
+    .reg .b32 p, q;
+    mov.b32 {l, h}, $4;
+    cvt.rn.f16x2.e4m3x2 p, l;
+    cvt.rn.f16x2.e4m3x2 q, h;
+    mov.b32 {l, h}, p;
+    cvt.f32.f16 $0, l;
+    cvt.f32.f16 $1, h;
+    mov.b32 {l, h}, q;
+    cvt.f32.f16 $2, l;
+    cvt.f32.f16 $3, h;
+    }"""
+)
+
+
+@triton.jit
+def load_tiles_of_32bit_words(p, o_rows, m_row, WORDS_PER_ROW: tl.constexpr, THREADS_PER_ROW: tl.constexpr):
+    """Loads rows of 32-bit words at p + o_rows, 0 outside m_row, in tiles [ROWS, 4 * THREADS_PER_ROW] of 16 bytes a
+    thread: of a wider tile some releases of Triton give a row to several threads."""
+    VECTOR: tl.constexpr = 4 * THREADS_PER_ROW
+    p = (p + o_rows).to(tl.pointer_type(tl.uint32)) + tl.arange(0, VECTOR)[None, :]
+    tiles = ()
+    for i in tl.static_range(WORDS_PER_ROW // VECTOR):
+        tiles = tiles + (tl.load(p + VECTOR * i, mask=m_row, other=0),)
+    return tiles
+
+
 @triton.jit
 def load_rows_as_32bit_words(p, o_rows, m_row, WORDS_PER_ROW: tl.constexpr, THREADS_PER_ROW: tl.constexpr):
-    """Loads rows [ROWS, WORDS_PER_ROW] of 32-bit words at p + o_rows, 0 outside m_row; THREADS_PER_ROW share a row.
-
-    In loads of 16 bytes a thread, each a tile of its own: of a wider tile some releases of Triton give a row to several
-    threads.
-    """
+    """Loads rows [ROWS, WORDS_PER_ROW] of 32-bit words at p + o_rows, 0 outside m_row; THREADS_PER_ROW share a row."""
     ROWS: tl.constexpr = o_rows.shape[0]
     VECTOR: tl.constexpr = 4 * THREADS_PER_ROW
     LOADS: tl.constexpr = WORDS_PER_ROW // VECTOR
-    p = (p + o_rows).to(tl.pointer_type(tl.uint32)) + tl.arange(0, VECTOR)[None, :]
-    tiles = (tl.load(p, mask=m_row, other=0),)
-    for i in tl.static_range(1, LOADS):
-        tiles = tiles + (tl.load(p + VECTOR * i, mask=m_row, other=0),)
+    tiles = load_tiles_of_32bit_words(p, o_rows, m_row, WORDS_PER_ROW, THREADS_PER_ROW)
     for level in tl.static_range(LOADS.bit_length() - 1):
         wider = ()
         for i in tl.static_range(LOADS >> (level + 1)):
@@ -95,8 +158,9 @@ def decode_32bit_words_of_8_or_16bit_codes(
     if FORMAT.CODE == BF16 or FORMAT.CODE == FP16:
         return unpack_pairs(words, FORMAT.CODE == FP16)
     elif FORMAT.CODE == E4M3 and NATIVE_E4M3 and USE_PTX:
-        low, high = e4m3_words_to_fp16_pairs(words)
-        return unpack_pairs(low, True) + unpack_pairs(high, True)
+        return tl.inline_asm_elementwise(
+            _E4M3_TO_FP32_PTX, "=f,=f,=f,=f,r", [words], (tl.float32, tl.float32, tl.float32, tl.float32), True, 1
+        )
     else:
         tiles = ()
         for j in tl.static_range(4):
@@ -115,11 +179,25 @@ def decode_32bit_words_of_8_or_16bit_codes(
 
 @triton.jit
 def xor_words_of_signs(p_signs, WORDS_PER_ROW: tl.constexpr, PACK: tl.constexpr):
-    """Returns what words [1, WORDS_PER_ROW] of floats are XORed with to be multiplied by signs."""
+    """Returns what words [1, WORDS_PER_ROW] of floats are XORed with to be multiplied by signs.
+
+    The top bit of each code: of int8, which has no sign bit, none.
+    """
     c = PACK * tl.arange(0, WORDS_PER_ROW)[:, None] + tl.arange(0, PACK)[None, :]
     negative = tl.load(p_signs + c).to(tl.uint32, bitcast=True) >> 31
     BITS: tl.constexpr = 32 // PACK
     return tl.sum(negative << (BITS - 1 + BITS * tl.arange(0, PACK)[None, :]), 1)[None, :]
+
+
+@triton.jit
+def flip_signs(tiles, xor_words):
+    """Returns numbers [ROWS, WORDS] of PACK tiles with the signs that `xor_words_of_signs` holds."""
+    PACK: tl.constexpr = len(tiles)
+    out = ()
+    for j in tl.static_range(PACK):
+        sign = (xor_words << (32 // PACK * (PACK - 1 - j))) & 0x80000000
+        out = out + ((tiles[j].to(tl.uint32, bitcast=True) ^ sign).to(tl.float32, bitcast=True),)
+    return out
 
 
 @triton.jit
@@ -165,17 +243,26 @@ def _max_or_nan_fp16x2(a, b):
 
 
 @triton.jit
-def row_min_max_of_words(words, FORMAT: tl.constexpr):
-    """Returns what `row_min_max_of_tiles` does, of codes, from pairs of 16 bits: half the comparisons. [ROWS] fp32."""
+def row_min_max_of_words(tiles, FORMAT: tl.constexpr):
+    """Returns what `row_min_max_of_tiles` does, of codes, from pairs of 16 bits: half the comparisons. [ROWS] fp32.
+
+    tiles:  of words, which together are the rows
+    """
+    if FORMAT.CODE == E4M3:
+        pairs = ()
+        for i in tl.static_range(len(tiles)):
+            pairs = pairs + e4m3_words_to_fp16_pairs(tiles[i])
+        tiles = pairs
+    low, high = tiles[0], tiles[0]
+    for i in tl.static_range(1, len(tiles)):
+        if FORMAT.CODE == BF16:
+            low, high = _min_bf16x2(low, tiles[i]), _max_or_nan_bf16x2(high, tiles[i])
+        else:
+            low, high = _min_fp16x2(low, tiles[i]), _max_or_nan_fp16x2(high, tiles[i])
     if FORMAT.CODE == BF16:
-        low, high = tl.reduce(words, 1, _min_bf16x2), tl.reduce(words, 1, _max_or_nan_bf16x2)
-    elif FORMAT.CODE == FP16:
-        low, high = tl.reduce(words, 1, _min_fp16x2), tl.reduce(words, 1, _max_or_nan_fp16x2)
+        low, high = tl.reduce(low, 1, _min_bf16x2), tl.reduce(high, 1, _max_or_nan_bf16x2)
     else:
-        tl.static_assert(FORMAT.CODE == E4M3, "a code that has no pairs")
-        p, q = e4m3_words_to_fp16_pairs(words)
-        low = tl.reduce(_min_fp16x2(p, q), 1, _min_fp16x2)
-        high = tl.reduce(_max_or_nan_fp16x2(p, q), 1, _max_or_nan_fp16x2)
+        low, high = tl.reduce(low, 1, _min_fp16x2), tl.reduce(high, 1, _max_or_nan_fp16x2)
     a, b = unpack_pairs(low, FORMAT.CODE != BF16)
     c, d = unpack_pairs(high, FORMAT.CODE != BF16)
     return tl.minimum(a, b), _max_or_nan(c, d)
@@ -212,6 +299,70 @@ def encode_int4_tiles(tiles, inv_scale, zero_point, USE_PTX: tl.constexpr):
 
 
 @triton.jit
+def encode_int4_words(words, factor, inv_scale, zero_point, FORMAT: tl.constexpr):
+    """Returns codes of words (times factor, of e4m3), a nibble each: uint8 or uint16."""
+    if FORMAT.CODE == E4M3:
+        return tl.inline_asm_elementwise(
+            _E4M3_WORDS_PTX, "=&r,r,r,f,f,f,f,f,f", [words, factor, inv_scale, zero_point], tl.uint16, True, 2
+        )
+    else:
+        PTX: tl.constexpr = _FP16_WORDS_PTX if FORMAT.CODE == FP16 else _BF16_WORDS_PTX
+        return tl.inline_asm_elementwise(
+            PTX, "=&r,r,r,r,r,f,f,f,f,f,f,f,f", [words, inv_scale, zero_point], tl.uint8, True, 4
+        )
+
+
+@triton.jit
+def zero_nan_of_words(words, FORMAT: tl.constexpr):
+    """Returns words with 0 for NaN."""
+    if FORMAT.CODE == E4M3:
+        top = ((words & 0x7F7F7F7F) + 0x01010101) & 0x80808080
+        return words & ~((top >> 7) * 0xFF)
+    else:
+        ABOVE_INF: tl.constexpr = 0x03FF03FF if FORMAT.CODE == FP16 else 0x007F007F
+        top = ((words & 0x7FFF7FFF) + ABOVE_INF) & 0x80008000
+        return words & ~((top >> 15) * 0xFFFF)
+
+
+@triton.jit
+def _range_of_words(tiles, factor, FORMAT: tl.constexpr):
+    row_min, row_max = row_min_max_of_words(tiles, FORMAT)
+    if FORMAT.CODE == E4M3:  # rounding keeps the order, and a scale below 0 turns it
+        row_min, row_max = row_min_max_of_tiles((row_min[:, None] * factor, row_max[:, None] * factor))
+    return row_min, row_max
+
+
+@triton.jit
+def quantize_and_store_words_as_int4(
+    tiles, factor, p_codes, p_scales, o_codes, o_scales, m_write, FORMAT: tl.constexpr
+):  # fmt: skip
+    """Does `quantize_and_store_int4_tiles` on words of bf16 or fp16, or on words of e4m3 times factor, by PTX."""
+    row_min, row_max = _range_of_words(tiles, factor, FORMAT)
+    if tl.max((row_max != row_max).to(tl.int32), 0) != 0:
+        numbers = ()
+        for i in tl.static_range(len(tiles)):
+            numbers = numbers + (zero_nan_of_words(tiles[i], FORMAT),)
+        tiles = numbers
+        if FORMAT.CODE == E4M3:
+            factor = tl.where(factor == factor, factor, 0.0)
+        row_min, row_max = _range_of_words(tiles, factor, FORMAT)
+    scale, zero_point, stored_scale = _int4_scales(row_min, row_max)
+    inv_scale, zero_point = reciprocal_rn(scale)[:, None], zero_point[:, None]
+    VECTOR: tl.constexpr = tiles[0].shape[1]
+    i_word = tl.arange(0, VECTOR)[None, :]
+    for i in tl.static_range(len(tiles)):
+        codes = encode_int4_words(tiles[i], factor, inv_scale, zero_point, FORMAT)
+        tl.store((p_codes + o_codes).to(tl.pointer_type(codes.dtype)) + VECTOR * i + i_word, codes, mask=m_write)
+    tl.store(p_scales + o_scales, stored_scale[:, None], mask=m_write)
+
+
+@triton.jit
+def _int4_scales(row_min, row_max):
+    row_min, row_max = tl.where(row_min < 0, row_min, 0.0), tl.where(row_max > 0, row_max, 0.0)
+    return int4_scale_zero_point_and_stored_scale(row_min, row_max)
+
+
+@triton.jit
 def quantize_and_store_int4_tiles(
     tiles, row_min_max, p_codes, p_scales, o_codes, o_scales, m_write, USE_PTX: tl.constexpr
 ):  # fmt: skip
@@ -226,8 +377,7 @@ def quantize_and_store_int4_tiles(
             numbers = numbers + (tl.where(tiles[j] == tiles[j], tiles[j], 0.0),)
         tiles = numbers
         row_min, row_max = row_min_max_of_tiles(tiles)
-    row_min, row_max = tl.where(row_min < 0, row_min, 0.0), tl.where(row_max > 0, row_max, 0.0)
-    scale, zero_point, stored_scale = int4_scale_zero_point_and_stored_scale(row_min, row_max)
+    scale, zero_point, stored_scale = _int4_scales(row_min, row_max)
     codes = encode_int4_tiles(tiles, reciprocal_rn(scale)[:, None], zero_point[:, None], USE_PTX)
     i = tl.arange(0, codes.shape[1])[None, :]
     tl.store((p_codes + o_codes).to(tl.pointer_type(codes.dtype)) + i, codes, mask=m_write)
