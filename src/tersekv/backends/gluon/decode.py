@@ -292,7 +292,7 @@ def _make_tile_config(
     v: KVLayout,
     k_spec: TensorMapSpec,
     head_fields: tuple[int, int],
-    combine_fields: tuple[int | bool, ...],
+    combine_fields: tuple[Any, ...],
 ) -> DecodeTileConfig:
     """Returns the record of constants; head_fields: its first ones; combine_fields: its last."""
     heads_per_cta = head_fields[0]
