@@ -31,14 +31,31 @@ def test_bounds_on_ragged_rows_share_their_kernels():
         ("fp8_e4m3", 64, 64, 2, 64, True),  # fewer
         ("int8_per_token_head", 16, 136, 27, 32, True),
         ("int8_per_token_head", 16, 100, 27, 32, False),  # pieces of segments are many
-        ("nvfp4", 64, 1000, 16, 32, False),  # a warp copies
-        ("nvfp4", 64, 100, 16, 64, False),
+        ("nvfp4", 64, 1000, 16, 32, True),
+        ("nvfp4", 64, 100, 16, 64, True),
+        ("nvfp4", 64, 64, 16, 64, False),  # splits of requests are many
     ],
 )
 def test_many_short_requests_are_little_cut(fmt, page, requests, pages, tile, joined):
     call = call_of(fmt, page_size=page, requests=requests, max_pages=pages)
     config = decode.configure(facts("decode", call, arch=90))
     assert (config.constants.BLOCK_N, config.shape.FUSED_COMBINE_ROWS > 0) == (tile, joined)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "requests", "pages", "grid"),
+    [
+        ("nvfp4", 130, 6, 260),
+        ("nvfp4", 130, 7, 264),  # longer
+        ("nvfp4", 100, 6, 264),  # fewer than CTAs
+        ("nvfp4", 200, 6, 264),  # many more
+        ("fp8_e4m3", 200, 6, 400),
+    ],
+)
+def test_as_many_short_requests_as_ctas_are_not_split(fmt, requests, pages, grid):
+    config = decode.configure(facts("decode", call_of(fmt, requests=requests, max_pages=pages), arch=90))
+    assert [launch.grid[0] for launch in config.launches.kernel_launches] == [grid]
+    assert (grid == 2 * requests) == config.shape.UNSPLIT
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Decode of requests whose segments are cut: on Hopper, whoever delivers the last piece merges them."""
+"""Decode of requests that are split: on Hopper, the CTA that stores the last split combines them. And of requests that
+are not, though their lengths differ."""
 
 from __future__ import annotations
 
@@ -8,30 +9,36 @@ import torch
 import tersekv
 from tersekv.backends.host import launch
 
-B, HQ, H, D, S, LONGEST = 24, 32, 8, 128, 64, 3000
-PAGES = -(-LONGEST // S)
+HQ, H, D, S = 32, 8, 128, 64
+# (format, requests, longest): few splits, in 8 and in 4 bits; one request a CTA, in 8 and in 4 bits
+KINDS = (("fp8_e4m3", 24, 3000), ("nvfp4", 100, 2000), ("fp8_e4m3", 200, 380), ("int4_per_token_head", 130, 300))
 
 
-@pytest.fixture(scope="module")
-def cache_and_table():
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}x{kind[2]}")
+def cache_table_longest(request):
+    fmt, requests, longest = request.param
     torch.manual_seed(0)
-    cache = tersekv.PagedKVCache.allocate(1, B * PAGES, S, H, D, format="fp8_e4m3", device="cuda")[0]
-    k, v = torch.randn(2, B * PAGES * S, H, D, device="cuda", dtype=torch.bfloat16)
-    tersekv.append(k, v, cache, torch.arange(B * PAGES * S, device="cuda"))
-    return cache, torch.randperm(B * PAGES, device="cuda").int().view(B, PAGES)
+    pages = -(-longest // S)
+    cache = tersekv.PagedKVCache.allocate(1, requests * pages, S, H, D, format=fmt, device="cuda")[0]
+    k, v = torch.randn(2, requests * pages * S, H, D, device="cuda", dtype=torch.bfloat16)
+    tersekv.append(k, v, cache, torch.arange(requests * pages * S, device="cuda"))
+    return cache, torch.randperm(requests * pages, device="cuda").int().view(requests, pages), longest
 
 
-def some_lengths() -> torch.Tensor:
-    lens = torch.randint(1, LONGEST, (B,), device="cuda").int()
-    lens[0], lens[1] = 0, LONGEST
+def some_lengths(requests: int, longest: int) -> torch.Tensor:
+    lens = torch.randint(1, longest, (requests,), device="cuda").int()
+    lens[0], lens[1] = 0, longest
     return lens
 
 
 @pytest.fixture
-def calls(cache_and_table):
+def calls(cache_table_longest):
     """Three calls with queries and lengths of their own, and what they give one after the other."""
-    cache, table = cache_and_table
-    inputs = [(torch.randn(B, HQ, D, device="cuda", dtype=torch.bfloat16), some_lengths()) for _ in range(3)]
+    cache, table, longest = cache_table_longest
+    inputs = [
+        (torch.randn(len(table), HQ, D, device="cuda", dtype=torch.bfloat16), some_lengths(len(table), longest))
+        for _ in range(3)
+    ]
     steps = [lambda q=q, n=n, **k: tersekv.decode(q, cache, table, n, return_lse=True, **k) for q, n in inputs]
     return steps, [step() for step in steps], [n for _, n in inputs]
 
@@ -74,8 +81,9 @@ def test_streams_at_once(calls):
     assert all(same(x, want[i]) for i, x in got)
 
 
-def test_graphs_at_once_follow_new_lengths(calls):
+def test_graphs_at_once_follow_new_lengths(calls, cache_table_longest):
     steps, _, lengths = calls
+    longest = cache_table_longest[2]
     graphs, outs = [torch.cuda.CUDAGraph() for _ in range(2)], []
     for graph in graphs:
         with torch.cuda.graph(graph):
@@ -83,7 +91,7 @@ def test_graphs_at_once_follow_new_lengths(calls):
     streams = [torch.cuda.Stream() for _ in graphs]
     for _ in range(10):
         for n in lengths:
-            n.copy_(some_lengths())
+            n.copy_(some_lengths(len(n), longest))
         want = [step() for step in steps]
         torch.cuda.synchronize()
         for graph, stream in zip(graphs, streams, strict=True):

@@ -35,6 +35,7 @@ from .sm90.decode.config import (
     num_prefetched_query_stages,
     num_query_rows,
     padded_head_dims,
+    takes_unsplit_requests,
     uses_fused_combine,
     uses_rows_64,
 )
@@ -90,6 +91,7 @@ class DecodeTileConfig(KernelConfig):
     FUSED_COMBINE_ROWS: int  # of a head, where the split pass combines; 0: a second launch does
     FUSED_COMBINE_SPLITS: int  # loaded at once
     FUSED_COMBINE_COLUMNS: int  # loaded at once
+    UNSPLIT: bool  # a CTA takes one request; nothing is split
 
 
 SUPPORTED_CODES = ("bf16", "fp16", "e4m3", "e5m2", "int8", "e2m1", "int4")
@@ -198,8 +200,11 @@ def configure(f: SimpleNamespace) -> Config:
     packed_v = dv // v.PACK
     block_dv = max(16, launch.next_power_of_2(packed_v))
     partial_columns = v.PACK * block_dv
+    unsplit = takes_unsplit_requests(f, tuned, ranges * groups, groups)
+    if unsplit:
+        ranges = requests
     fused_tile = (0, 0, 0)
-    if not tuned.producer_warp and uses_fused_combine(
+    if unsplit or uses_fused_combine(
         f, tuned.block_n, ranges * groups, ranges, cta_heads * valid_rows * partial_columns
     ):
         fused_tile = choose_fused_combine_rows_splits_columns(valid_rows, partial_columns)
@@ -213,7 +218,7 @@ def configure(f: SimpleNamespace) -> Config:
     )  # fmt: skip
     num_splits, num_rows = ranges // max(requests, 1) + 2, cta_heads * valid_rows
     combine_tile = choose_combine_rows_splits_columns(num_splits, num_rows, partial_columns)
-    tiles = m_blocks, valid_rows, *combine_tile, *fused_tile
+    tiles = m_blocks, valid_rows, *combine_tile, *fused_tile, unsplit
     shape = _make_tile_config(f, tuned, k, v, kv_specs[0], (cta_heads, f.head_dim_parts), tiles)
     tensor_map_specs = dict(zip(("K", "V", "K_SCALES", "V_SCALES"), (*kv_specs, *scales), strict=True))
     combine_ctas = -(-cta_heads * valid_rows // combine_tile[0]) * (partial_columns // combine_tile[2])
@@ -289,7 +294,7 @@ def _make_tile_config(
     v_layout: KVLayout,
     k_map_spec: TensorMapSpec,
     heads_per_cta_and_dim_parts: tuple[int, int],
-    m_blocks_and_combine_tiles: tuple[int, ...],
+    m_blocks_and_combine_tiles: tuple[Any, ...],
 ) -> DecodeTileConfig:
     """Returns the record of constants, of which two parameters hold the first and the last ones."""
     heads_per_cta = heads_per_cta_and_dim_parts[0]

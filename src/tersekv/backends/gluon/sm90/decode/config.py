@@ -340,6 +340,19 @@ def uses_fused_combine(
     )
 
 
+def takes_unsplit_requests(f: SimpleNamespace, tile_config: TileConfig, num_ctas: int, groups: int) -> bool:
+    """Returns whether each CTA takes one request: then no length but its own is read, and nothing is combined.
+
+    num_ctas: those that run at once
+
+    H100, 2026-11-27, 32/8 heads, uneven: fp8 with int4 in V, 170 of up to 150 tokens: 22.4 → 14.4 µs; nvfp4, 129 of up
+    to 148: 19.0 → 13.9.
+    """
+    fills_ctas = 0.9 * num_ctas <= f.seq_lens.shape[0] * groups <= 1.5 * num_ctas
+    is_short = f.page_table.shape[1] * f.k_cache.shape[1] <= SHORT_CONTEXT
+    return fills_ctas and is_short and not tile_config.shared_tiles
+
+
 def choose_fused_combine_rows_splits_columns(num_rows: int, columns: int) -> tuple[int, int, int]:
     """Returns (rows of a head, splits, columns) that a CTA combines at once, in 16 to 64 numbers a thread."""
     num_rows = launch.next_power_of_2(num_rows)

@@ -55,6 +55,7 @@ from ..parts.pipeline import allocate_full_barriers, pdl_launch_dependents, pdl_
 from ..parts.tile_scheduler import (
     advance_to_request_of_block,
     assign_equal_cta_range,
+    assign_unsplit_request,
     load_request_shape,
     make_work_tile_at_block,
 )
@@ -608,9 +609,12 @@ def decode_small_m_or_shared_tiles_kernel(
     column_scales = load_k_and_v_column_scales(
         (K_SIGNS, V_SIGNS), (K_CHANNEL_SCALES, V_CHANNEL_SCALES), first_head, cfg, tile_cfg
     )
-    cta_range = assign_equal_cta_range(
-        SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, i_cta % tile_cfg.HEAD_GROUPS, cfg
-    )
+    if tile_cfg.UNSPLIT:
+        cta_range = assign_unsplit_request(SEQ_LENS, CU_SEQLENS_Q, i_range, i_cta % tile_cfg.HEAD_GROUPS, cfg)
+    else:
+        cta_range = assign_equal_cta_range(
+            SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, i_cta % tile_cfg.HEAD_GROUPS, cfg
+        )
     block, block_end, i_request, n_block_base = (
         cta_range.block_begin, cta_range.block_end, cta_range.i_request, cta_range.n_block_base,
     )  # fmt: skip
@@ -666,7 +670,7 @@ def decode_small_m_or_shared_tiles_kernel(
             )
             unmasked_begin, unmasked_end = unmasked_n_block_range(request, cfg)
             # Splits of this work tile, if this launch combines them.
-            if tile_cfg.FUSED_COMBINE_ROWS > 0:
+            if tile_cfg.FUSED_COMBINE_ROWS > 0 and not tile_cfg.UNSPLIT:
                 first_range = (n_block_base + work_tile.m_block * work_tile.num_n_blocks) // cta_range.blocks_per_range
                 splits = TileSplits(
                     i_range, first_range, num_splits_of_tile(work_tile, cta_range.blocks_per_range, first_range)
@@ -742,7 +746,7 @@ def decode_small_m_or_shared_tiles_kernel(
                     store_partial_of_head(
                         SPLIT_WORKSPACE, partial_slot, state, o_r, work_tile.num_q_rows * cfg.GROUP - row_begin, cfg
                     )
-            elif is_unsplit:
+            elif tile_cfg.UNSPLIT or is_unsplit:
                 store_output_and_lse(tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)
             else:
                 store_partial(

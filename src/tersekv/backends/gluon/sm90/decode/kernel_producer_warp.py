@@ -5,7 +5,7 @@ keys, and four times that with pages of 16, so a producer warp does it. For the 
 query rows of its head, and unpacks once (`mainloop_step_lazy_rescale`).
 
 Mask: `kernel.compute_masked_log2_scores_of_mma_tile`. Free stage: `producer`, on empty_barriers. Rescale:
-`mainloop_step` or `mainloop_step_lazy_rescale`, of `kernel`. Combine: `combine_kernel`, in a second launch.
+`mainloop_step` or `mainloop_step_lazy_rescale`, of `kernel`. Combine: `combine`.
 """
 
 from triton.experimental import gluon
@@ -28,9 +28,11 @@ from ..parts.pipeline import allocate_mbarrier_groups, pdl_launch_dependents, pd
 from ..parts.tile_scheduler import (
     advance_to_request_of_block,
     assign_rounded_cta_range,
+    assign_unsplit_request,
     load_request_shape,
     make_work_tile_at_block,
 )
+from .combine import SplitWorkTile, arrive_and_combine_if_last, load_maybe_uninit_split_counter
 from .kernel import (
     AttentionTensors,
     CallScales,
@@ -144,6 +146,15 @@ def consumer(
         )
         work_tile = make_work_tile_at_block(block, block_end, i_request, n_block_base, request)
         row_begin = work_tile.m_block * cfg.BLOCK_M
+        # Splits of this work tile, if this launch combines them.
+        if tile_cfg.FUSED_COMBINE_ROWS > 0 and not tile_cfg.UNSPLIT:
+            first_range = (n_block_base + work_tile.m_block * work_tile.num_n_blocks) // cta_range.blocks_per_range
+            split_tile = SplitWorkTile(
+                cta_range.i_range, first_range, num_splits_of_tile(work_tile, cta_range.blocks_per_range, first_range)
+            )
+            maybe_uninit_counter_value = load_maybe_uninit_split_counter(
+                tensors.SPLIT_WORKSPACE, split_tile, cfg, tile_cfg
+            )
         # Query: 32 rows stay in shared memory.
         q, q_scales = load_query_operands_and_q_scales(
             tensors, strides, smem_column_scales, work_tile, first_head, cfg, tile_cfg
@@ -182,11 +193,11 @@ def consumer(
         state = reduce_softmax_state_over_lanes(equalize_int4_acc_scales(state, tile_cfg), cfg, tile_cfg)
         if tile_cfg.V.ROTATION.ENABLED:
             state = unrotate_and_scale_acc(state, smem_column_scales, cfg, tile_cfg)
-        if work_tile.n_block_begin == 0:
+        if (tile_cfg.FUSED_COMBINE_ROWS == 0) & (work_tile.n_block_begin == 0):
             num_splits = num_splits_of_tile(work_tile, cta_range.blocks_per_range, cta_range.i_range)
             p_metadata = work_tile_metadata_ptr(tensors.SPLIT_METADATA, work_tile, cta_range.head_group, tile_cfg)
             store_split_metadata(p_metadata, num_splits, cta_range.i_range)
-        if work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
+        if tile_cfg.UNSPLIT or work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
             store_output_and_lse(tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)
         else:
             partial_slot = 2 * (cta_range.i_range * cfg.HEADS + first_head) + gl.where(
@@ -196,6 +207,9 @@ def consumer(
                 tensors.SPLIT_WORKSPACE, partial_slot, state, first_head, work_tile.num_q_rows * cfg.GROUP - row_begin,
                 cfg, tile_cfg,
             )  # fmt: skip
+            if tile_cfg.FUSED_COMBINE_ROWS > 0:
+                arrive_and_combine_if_last(tensors, scales, strides, split_tile, maybe_uninit_counter_value, first_head,
+                                           work_tile, cfg, tile_cfg)  # fmt: skip
         block += work_tile.n_block_end - work_tile.n_block_begin
 
 
@@ -223,6 +237,8 @@ def decode_producer_warp_kernel(
     fence_async_shared()
     # Wait for the previous kernel; then padding, and this CTA's range.
     pdl_wait()
+    if tile_cfg.FUSED_COMBINE_ROWS > 0:
+        pdl_launch_dependents()
     if cfg.VARLEN_Q:
         store_empty_output_of_padding_rows(
             OUT, LSE, gl.load(CU_SEQLENS_Q + B).to(gl.int32), T, i_cta, gl.num_programs(0), stride_out_t, stride_out_h,
@@ -231,7 +247,10 @@ def decode_producer_warp_kernel(
     column_scales = load_k_and_v_column_scales(
         (K_SIGNS, V_SIGNS), (K_CHANNEL_SCALES, V_CHANNEL_SCALES), head_group * tile_cfg.HEADS_PER_CTA, cfg, tile_cfg
     )
-    cta_range = assign_rounded_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, head_group, cfg)
+    if tile_cfg.UNSPLIT:
+        cta_range = assign_unsplit_request(SEQ_LENS, CU_SEQLENS_Q, i_range, head_group, cfg)
+    else:
+        cta_range = assign_rounded_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, head_group, cfg)
     store_smem_column_scales(smem_column_scales, column_scales)
     tensors = AttentionTensors(Q, SEQ_LENS, CU_SEQLENS_Q, MASK, SINKS, OUT, LSE, SPLIT_WORKSPACE, SPLIT_METADATA)
     scales = CallScales(
@@ -263,4 +282,5 @@ def decode_producer_warp_kernel(
         [1],
         [24],
     )  # fmt: skip
-    pdl_launch_dependents()
+    if tile_cfg.FUSED_COMBINE_ROWS == 0:
+        pdl_launch_dependents()

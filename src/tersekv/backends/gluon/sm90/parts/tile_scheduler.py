@@ -144,6 +144,16 @@ def assign_equal_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, head_
 
 
 @gluon.jit
+def assign_unsplit_request(SEQ_LENS, CU_SEQLENS_Q, i_request, head_group, cfg: gl.constexpr):
+    """Returns the CtaRange that is one request, its n_blocks counted from 0: no other length is needed."""
+    request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
+    num_blocks = request.num_n_blocks * request.num_m_blocks
+    return CtaRange(
+        i_request, head_group, gl.maximum(num_blocks, 1), num_blocks * 0, num_blocks, i_request, num_blocks * 0
+    )
+
+
+@gluon.jit
 def rounded_cta_range_bounds_and_blocks_per_range(total_blocks, max_n_blocks, i_range, num_ranges, cfg: gl.constexpr):
     """Returns (block_begin, block_end, blocks_per_range) of a CTA range of `total_blocks` n_blocks."""
     blocks_per_range = gl.maximum((total_blocks + num_ranges - 1) // num_ranges, cfg.MIN_BLOCKS_PER_RANGE)
