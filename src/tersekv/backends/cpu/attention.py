@@ -47,7 +47,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts, (k_format, v_format) = CallFacts(f, TENSORS), pair_of(f)
-    record = attention_record_without_kv(
+    record = attention_record_of_requests_and_outputs(
         facts, num_kv_heads=f.k_cache.shape[2], group=f.q.shape[1] // f.k_cache.shape[2]
     )
     keys = _paged_matrix_record(facts, "k", k_format, f.q.shape[2])
@@ -66,7 +66,7 @@ def configure(f: SimpleNamespace) -> NativeLaunch:
     return NativeLaunch("attention", record, TENSORS)
 
 
-def attention_record_without_kv(facts: CallFacts, num_kv_heads: int, group: int) -> Attention:
+def attention_record_of_requests_and_outputs(facts: CallFacts, num_kv_heads: int, group: int) -> Attention:
     """Returns a record with the requests and outputs that all attention operations share."""
     f, record = facts.f, Attention()
     record.heads, record.group = num_kv_heads, group

@@ -21,7 +21,7 @@ from tersekv.formats import (
 )
 
 from . import library
-from .attention import add_key_set, attention_record_without_kv
+from .attention import add_key_set, attention_record_of_requests_and_outputs
 from .library import BoundLaunch, NativeLaunch
 from .records import (
     CODES,
@@ -58,7 +58,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts = CallFacts(f, _TENSORS)
-    record = attention_record_without_kv(facts, num_kv_heads=1, group=f.q_nope.shape[1])
+    record = attention_record_of_requests_and_outputs(facts, num_kv_heads=1, group=f.q_nope.shape[1])
     record.query_dtype = facts.dtype("q_nope")
     record.sinks, record.lse_of_keys = facts.at("sinks"), f.lse_of_keys
     record.max_logits = facts.strided_tensor("max_logits")
