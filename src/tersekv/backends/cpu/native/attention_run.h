@@ -339,15 +339,15 @@ private:
         normalize_and_store_outputs(item, whole);
     }
 
-    void normalize_and_store_outputs(const WorkItem& item, const State& final_state) {
+    void normalize_and_store_outputs(const WorkItem& item, const State& unrotated_state) {
         const Request& r = requests[item.request];
         for (int64_t h = 0; h < item.heads; h++) {
             float scale = scales_own_values(c) ? 1.0f : load_scale_or_host_value(c.sets[0].v_scale, at, item.head + h);
             float factor = scale * load_scale_or_host_value(c.out_scale, at, 0);
             for (int64_t m = 0; m < item.rows; m++) {
                 int64_t row = item.row + m, i = h * item.rows + m;
-                normalize_and_store_output_row_and_lse(r.row + row / c.group, (item.head + h) * c.group + row % c.group, final_state.values + i * final_state.stride,
-                    final_state.softmax[i], factor);
+                normalize_and_store_output_row_and_lse(r.row + row / c.group, (item.head + h) * c.group + row % c.group, unrotated_state.values + i * unrotated_state.stride,
+                    unrotated_state.softmax[i], factor);
             }
         }
     }
