@@ -8,6 +8,7 @@ Without arguments: with 1 thread and with all, in some five minutes. Cells:
     blocks  decode of one request with a list of 16 blocks of 128 tokens, one list for each of 8 KV heads,
             whose rows lie apart (NHD) or one after another (HND)
     scores  index_scores of 65536 keys; topk: index_topk of their scores
+    append  index_append of a chunk's keys, or of one; query: index_query of as many rows, of 64 heads
 
 Every cell is first compared with the oracle (backend="torch"), and nothing is timed if one is wrong. "linear" is the
 same attention without lists, over as many keys in pages of their own: the share says what gathering costs. "of read" is
@@ -105,6 +106,27 @@ def indexer(counts: tuple[int, ...]) -> Iterator[Cell]:
         yield Cell(f"topk {k}", "fp32", 1, 4 * KEYS, topk, None)
 
 
+def index_rows(tokens: int, rotation: str | None) -> Iterator[Cell]:
+    """Keys with a norm and queries of new tokens, with RoPE. Each backend writes into a layer of its own."""
+    heads, norm = 64, (torch.ones(128), torch.zeros(128), 1e-6)
+    rope = {"cos_sin_cache": torch.randn(tokens, 64), "positions": torch.arange(tokens)}
+    k, q, w = (torch.randn(tokens, *n).bfloat16() for n in ((128,), (heads, 128), (heads,)))
+    slots, layers = torch.randperm(tokens), {}
+    for backend in (None, "torch"):
+        layers[backend] = tersekv.PagedIndexCache.allocate(1, -(-tokens // PAGE), PAGE, rotation=rotation)[0]
+
+    def append(backend: str | None = None) -> Tensor:
+        tersekv.index_append(k, layers[backend], slots, norm=norm, backend=backend, **rope)
+        return layers[backend].k.view(torch.uint8)
+
+    def query(backend: str | None = None) -> Tensor:
+        return tersekv.index_query(q, w, cache=layers[backend], backend=backend, **rope)[0].view(torch.uint8)
+
+    name = f"{tokens} {'rotated' if rotation else ''}"
+    yield Cell(f"append {name}", "index_fp8", 1, tokens * (256 + 132), append, None)
+    yield Cell(f"query {name}", "index_fp8", heads, tokens * heads * (258 + 132), query, None)
+
+
 def cells(quick: bool) -> Iterator[Cell]:
     counts = (1, 8) if quick else (1, 8, 16, 64)
     for format, rope in LATENTS[:2] if quick else LATENTS:
@@ -113,6 +135,9 @@ def cells(quick: bool) -> Iterator[Cell]:
         for format in KV[:1] if quick else KV:
             yield blocks(format, layout)
     yield from indexer((1,) if quick else (1, 8, 32, 64))
+    for rotation in (None, "hadamard"):
+        for tokens in (1, 1024):
+            yield from index_rows(tokens, rotation)
 
 
 def shortest(calls: list[Callable[[], Tensor]], budget: float) -> list[float]:
@@ -150,7 +175,7 @@ def show(row: dict) -> None:
     linear = row.get("linear_ms_min")
     beside = f"{linear:>10.3f}{row['share_of_linear']:>10.2f}" if linear else " " * 20
     print(
-        f"{row['cell']:<11}{row['format']:<22}{row['heads']:>5}{row['threads']:>8}{row['ms_min']:>10.3f}{beside}"
+        f"{row['cell']:<20}{row['format']:<22}{row['heads']:>5}{row['threads']:>8}{row['ms_min']:>10.3f}{beside}"
         f"{row['bytes'] / row['ms_min'] / 1e6:>8.2f}{row['share_of_read_rate']:>9.2f}{row['oracle_ms']:>11.1f}"
         f"{row['error']:>10.1e}",
         flush=True,
@@ -168,7 +193,8 @@ def main() -> None:
     counts = [int(n) for n in args.threads.split(",")] if args.threads else [1, about["cores"]]
     print(about)
     print(
-        "cell       format                heads threads   min ms    linear  share of    GB/s  of read oracle ms   error"
+        "cell                format                heads threads   min ms    linear  share of    GB/s  of read"
+        " oracle ms   error"
     )
     torch.manual_seed(0)
     large, rows = torch.ones(1 << 23, dtype=torch.int64), []

@@ -46,6 +46,38 @@ def llama(folder: Path, model_type: str = "llama", architecture: str = "LlamaFor
     return folder
 
 
+def eagle(folder: Path) -> Path:
+    """Write a layer that drafts for the Llama, its first: of a token and of what the model made of the one before."""
+    llama(folder, architecture="LlamaForCausalLMEagle", num_hidden_layers=1)
+    every = load_file(folder / "model.safetensors")
+    own = _first_layer(every)
+    del own["layers.0.input_layernorm.weight"]
+    eye = torch.eye(models.load("llama").config.dim, dtype=torch.bfloat16)
+    own |= {"fc.weight": torch.cat([eye, 0.01 * eye], 1), "fc.bias": torch.zeros(len(eye), dtype=torch.bfloat16)}
+    save_file(own, folder / "model.safetensors")
+    return folder
+
+
+def eagle3(folder: Path) -> Path:
+    """Likewise of a token and of three of the model's layers."""
+    aux = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    config = {"num_hidden_layers": 1, "draft_vocab_size": 256, "eagle_config": aux}
+    llama(folder, architecture="LlamaForCausalLMEagle3", **config)
+    every = load_file(folder / "model.safetensors")
+    own = _first_layer(every)
+    own["layers.0.hidden_norm.weight"] = own["layers.0.input_layernorm.weight"].clone()
+    for name in (f"layers.0.self_attn.{x}_proj.weight" for x in "qkv"):
+        own[name] = torch.cat([own[name], 0.01 * own[name]], 1)
+    eye = torch.eye(models.load("llama").config.dim, dtype=torch.bfloat16)
+    own |= {"fc.weight": torch.cat([eye] * 3, 1), "norm.weight": every["model.norm.weight"]}
+    save_file(own | {"lm_head.weight": every["lm_head.weight"]}, folder / "model.safetensors")
+    return folder
+
+
+def _first_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {n.removeprefix("model."): x for n, x in tensors.items() if n.startswith("model.layers.0.")}
+
+
 def deepseek(folder: Path, **config) -> Path:
     """Write the byte-level DeepSeek: latent attention, plain feed-forward layers; `config` as in `llama`."""
     model = models.load("deepseek", dtype=torch.bfloat16)

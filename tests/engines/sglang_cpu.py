@@ -125,7 +125,7 @@ def runner_of(pool: Any, requests: int = 4, tokens: int = 160, **given: Any) -> 
     pages = torch.randperm(requests * tokens // page, generator=torch.Generator().manual_seed(3)) + 1
     slots = pages[:, None] * page + torch.arange(page)
     return SimpleNamespace(
-        use_mla_backend=False, server_args=SimpleNamespace(**args), token_to_kv_pool=pool,
+        use_mla_backend=False, is_draft_worker=False, server_args=SimpleNamespace(**args), token_to_kv_pool=pool,
         req_to_token_pool=SimpleNamespace(req_to_token=slots.view(requests, tokens).to(torch.int32)),
         model_config=SimpleNamespace(attention_chunk_size=None),
     )  # fmt: skip

@@ -21,6 +21,9 @@ def stand_in(monkeypatch) -> None:
         (cache_locs, "assign_extend_cache_locs_cpu", _extend_slots),
         (spec_tree, "sgl_verify_tree_greedy_cpu", _verify),
         (eagle, "fill_accept_out_cache_loc_cpu", _accepted_slots),
+        (cache_locs, "assign_draft_cache_locs_contiguous_cpu", _draft_slots),
+        (eagle, "fill_bonus_tokens_cpu", _bonus_tokens),
+        (spec_tree, "sgl_build_tree_kernel_efficient_cpu", _tree),
         (cache_move, "copy_all_layer_kv_cache_cpu", _move),
     ):
         monkeypatch.setattr(module, name, kernel)
@@ -86,3 +89,41 @@ def _move(pointers: Tensor, strides: Tensor, to: Tensor, of: Tensor) -> None:
         rows = [ctypes.string_at(pointer + i * stride, stride) for i in of.tolist()]
         for i, row in zip(to.tolist(), rows, strict=True):
             ctypes.memmove(pointer + i * stride, row, stride)
+
+
+def _draft_slots(
+    requests: Tensor, slots: Tensor, lens: Tensor, out: Tensor, width: int, topk: int, columns: int
+) -> None:
+    rows = [slots[r, n : n + topk * columns] for r, n in zip(requests, lens, strict=True)]
+    out.copy_(torch.cat(rows))
+
+
+def _bonus_tokens(accepted: Tensor, lens: Tensor, out: Tensor, width: int) -> None:
+    out.copy_(accepted.view(-1, width).gather(1, lens[:, None].long() - 1)[:, 0])
+
+
+def _tree(
+    parents: Tensor,
+    chosen: Tensor,
+    lens: Tensor,
+    mask: Tensor,
+    positions: Tensor,
+    index: Tensor,
+    following: Tensor,
+    sibling: Tensor,
+    topk: int,
+    depth: int,
+    n: int,
+    mode: int,
+) -> None:
+    """Of the best n - 1 of all candidates, by their numbers; candidate c came from parents[c // topk], or the root."""
+    assert mode == spec_tree.TreeMaskMode.QLEN_ONLY
+    b = len(lens)
+    tree = torch.eye(n, dtype=torch.bool).repeat(b, 1, 1)
+    tree[:, :, 0] = True
+    for seen, own, from_ in zip(tree, chosen.tolist(), parents.tolist(), strict=True):
+        for i, c in enumerate(own, 1):
+            if c // topk:
+                seen[i] |= seen[own.index(from_[c // topk]) + 1]
+    mask[: tree.numel()] = tree.flatten()
+    _reconstruct(tree, lens, positions, index, following, sibling, b, n)

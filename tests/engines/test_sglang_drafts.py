@@ -66,8 +66,8 @@ def trees(requests: int, drafts: int, seed: int) -> torch.Tensor:
 
 def pool_of(format: str, monkeypatch, **options) -> TersekvPool:
     monkeypatch.setenv("TERSEKV_SGLANG_FORMAT", format)
-    sizes = {"head_num": KV_HEADS, "head_dim": DIM, "layer_num": 1, **options}
-    return TersekvPool(size=640, page_size=PAGE, dtype=torch.bfloat16, device="cpu", enable_memory_saver=False, **sizes)
+    options = {"head_num": KV_HEADS, "head_dim": DIM, "layer_num": 1, "page_size": PAGE, **options}
+    return TersekvPool(size=640, dtype=torch.bfloat16, device="cpu", enable_memory_saver=False, **options)
 
 
 def runner_with(drafts: int, monkeypatch):

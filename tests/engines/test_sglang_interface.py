@@ -12,13 +12,14 @@ import torch
 from dense_reference import dequantise
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator, HybridSWAPoolConfigurator
-from sglang.srt.platforms.interface import SRTPlatform
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, record_fields
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang_cpu import batch_of, runner_of
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -121,7 +122,8 @@ def test_installing_is_enough():
     plugin.register()  # again
     assert plugin.NAME in ATTENTION_BACKENDS
     for seam in (
-        SRTPlatform.get_kv_pool_cls, DefaultPoolConfigurator._compute_cell_size, HybridSWAPoolConfigurator.__init__
+        KVCacheConfigurator._resolve_kv_pool_class, DefaultPoolConfigurator._compute_cell_size,
+        HybridSWAPoolConfigurator.__init__, DraftBackendFactory._create_backend,
     ):  # fmt: skip
         assert not hasattr(seam.__wrapped__, "__wrapped__")
 
@@ -130,12 +132,13 @@ def test_installing_is_enough():
 def test_a_backend_that_would_read_a_pool_of_ours_is_refused(backends, monkeypatch):
     monkeypatch.setattr("sglang.srt.runtime_context.attention_backends", lambda: backends)
     with pytest.raises(ValueError, match="attention_backend: want tersekv for prefill and decode"):
-        plugin._pool_class(None, None, kind="mha")
+        plugin._pool_class(None, None, kind="mha", default=MHATokenToKVPool)
 
 
 def test_a_pool_stays_sglangs_where_another_backend_attends(monkeypatch):
     monkeypatch.setattr("sglang.srt.runtime_context.attention_backends", lambda: ("fa3", "fa3"))
-    assert plugin._pool_class(lambda self, kind: kind, None, kind="mha") == "mha"
+    given = {"kind": "mha", "default": MHATokenToKVPool}
+    assert plugin._pool_class(lambda self, kind, default: default, None, **given) is MHATokenToKVPool
 
 
 class Model:
@@ -226,7 +229,7 @@ def test_no_request_is_no_work(monkeypatch):
 
 
 @pytest.mark.parametrize(("option", "value"), [
-    ("speculative_algorithm", "EAGLE"), ("dllm_algorithm", "LowConfidence"), ("disaggregation_mode", "prefill"),
+    ("speculative_algorithm", "DFLASH"), ("dllm_algorithm", "LowConfidence"), ("disaggregation_mode", "prefill"),
     ("hicache_storage_backend", "mooncake"), ("enable_lmcache", True), ("enable_unified_memory", True), ("dcp_size", 2),
     ("enable_page_major_kv_layout", True), ("enable_two_batch_overlap", True),
 ])  # fmt: skip
@@ -237,7 +240,8 @@ def test_options_are_refused_by_name(option, value, monkeypatch):
 
 def test_every_option_that_is_refused_is_one_of_sglangs():
     fields = {f.name for f in record_fields(ServerArgs)}
-    assert {*sglang_batch.REFUSED, "kv_cache_dtype", "cuda_graph_config"} <= fields
+    read = {"kv_cache_dtype", "cuda_graph_config", "speculative_eagle_topk", "speculative_draft_attention_backend"}
+    assert {*sglang_batch.REFUSED, *sglang_batch.REFUSED_BESIDE_A_DRAFT_MODEL, *read} <= fields
 
 
 def test_pools_and_graphs_that_are_refused(monkeypatch):

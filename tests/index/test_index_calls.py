@@ -68,7 +68,7 @@ def test_every_instruction_set_scores_alike(request):
         return
     level = native.level()
     request.addfinalizer(lambda: native.use_level(level))
-    names = ("whole numbers", "D 256 H 8", "blocks of 3", "fp16 query", "open groups kept")
+    names = ("whole numbers", "D 256 H 8", "blocks of 3", "fp16 query", "open groups kept", "starts and ends")
     for case in cases(("index_scores", "index_select"), ("index_fp8", "fp16")):
         for other in native.levels() if case.name in names else ():
             native.use_level(other)

@@ -28,10 +28,11 @@ def register() -> None:
     register_attention_backend(NAME)(_backend)
     sizes = "sglang.srt.model_executor.pool_configurator."
     for place, hook in (
-        ("sglang.srt.platforms.interface.SRTPlatform.get_kv_pool_cls", _pool_class),
+        ("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class", _pool_class),
         (sizes + "DefaultPoolConfigurator._compute_cell_size", _bytes_per_token),
         (sizes + "HybridSWAPoolConfigurator.__init__", _bytes_of_both_pools),
         ("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.get_mha_host_pool_cls", _host_pool_class),
+        ("sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend", _draft_backend),
     ):
         HookRegistry.register(place, hook, HookType.AROUND)
 
@@ -46,6 +47,27 @@ def _backend(runner: Any) -> Any:
     return TersekvBackend(runner)
 
 
+def _draft_backend(
+    original: Callable,
+    factory: Any,
+    name: str,
+    backends: dict[str, Callable],
+    error: str,
+    stamps_children: bool = False,
+) -> Any:
+    """Of a draft model, for its steps in one object, or for what follows a verification."""
+
+    def own() -> tuple[str, Any]:
+        backend = _backend(factory.draft_model_runner)
+        if not stamps_children:
+            return NAME, backend
+        from .sglang_drafts import DraftSteps
+
+        return NAME, DraftSteps(backend, factory.topk, factory.speculative_num_steps)
+
+    return original(factory, name, {**backends, NAME: own}, error, stamps_children)
+
+
 def _chosen() -> bool:
     """Whether this process attends with tersekv. Raises ValueError where another backend would read its pool."""
     from sglang.srt.runtime_context import attention_backends
@@ -56,17 +78,16 @@ def _chosen() -> bool:
     return prefill == NAME
 
 
-def _pool_class(original: Callable, platform: Any, *, kind: str) -> type | None:
-    """SGLang's own seam for pools, which a plugin reaches on every platform."""
+def _pool_class(original: Callable, configurator: Any, *, kind: str, default: type) -> type:
     if kind not in ("mha", "mla") or not _chosen():
-        return original(platform, kind=kind)
+        return original(configurator, kind=kind, default=default)
     if kind == "mla":
         from .sglang_mla_pool import TersekvMLAPool
 
         return TersekvMLAPool
-    from .sglang_pool import TersekvPool
+    from .sglang_pool import TersekvDraftPool, TersekvPool
 
-    return TersekvPool
+    return TersekvDraftPool if configurator.is_draft_worker else TersekvPool
 
 
 def _host_pool_class(original: Callable, buffer_info: Any) -> type:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..layers import PagedKVLayer
 from ..ops.decode import decode
 from ..ops.prefill import prefill
-from .sglang_batch import Metadata, PagedBackend, refuse_call, refuse_layer
+from .sglang_batch import DRAFT_MODELS, Metadata, PagedBackend, refuse_call, refuse_layer
 from .sglang_pool import TersekvPool
 from .vllm_warm_up import DECODE_ROWS, Limits, warm_up
 
@@ -26,12 +26,14 @@ _PLAIN = {
 
 class TersekvBackend(PagedBackend):
     pool_class = TersekvPool
-    speculates = (None, "NGRAM")
+    speculates = (None, "NGRAM", *DRAFT_MODELS)
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
         self.chunked = runner.model_config.attention_chunk_size is not None
-        self.limits = _limits(resolved_view(runner.server_args), *self.slots.shape)
+        requests, tokens = self.slots.shape
+        each = self.drafts if self.chain else 1
+        self.limits = _limits(resolved_view(runner.server_args), requests, tokens, each)
         self._seen: set[int] = set()
         self._compiled: set[str] = set()
 
@@ -104,8 +106,8 @@ class TersekvBackend(PagedBackend):
             warm_up(q, pages, like, brings, options)
 
 
-def _limits(given: Any, requests: int, tokens: int) -> Limits:
-    """Of all batches: requests, and rows."""
+def _limits(given: Any, requests: int, tokens: int, each: int) -> Limits:
+    """Of all batches: requests, and rows; and those of each request that is decoded."""
     chunk = given.chunked_prefill_size or -1
     rows = chunk if chunk > 0 else max(given.max_prefill_tokens, tokens)
-    return Limits(requests, rows + (requests if given.enable_mixed_chunk else 0), 1)
+    return Limits(requests, rows + (requests if given.enable_mixed_chunk else 0), each)

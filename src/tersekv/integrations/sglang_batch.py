@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.environ import envs
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.verify_mask import TreeMaskMode, VerifyMask
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from .. import env
+from .sglang import NAME
 from .sglang_drafts import draft_mask
 
 # Options of SGLang's that would have another part of it read or write the pool, or attend otherwise, and the value that
@@ -34,7 +37,16 @@ REFUSED: dict[str, Any] = {
     "dcp_size": 1,
     "attn_cp_size": 1,
 }
-_EXTENDS = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL)
+# Algorithms with a draft model, and what is likewise left off beside one.
+DRAFT_MODELS = ("EAGLE", "EAGLE3", "STANDALONE")
+REFUSED_BESIDE_A_DRAFT_MODEL: dict[str, Any] = {
+    "speculative_adaptive": False,
+    "speculative_draft_window_size": None,
+    "enable_multi_layer_eagle": False,
+    "enable_dp_attention": False,
+    "enable_hierarchical_cache": False,
+}
+_EXTENDS = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL, ForwardMode.DRAFT_EXTEND_V2)
 
 
 @dataclass
@@ -43,7 +55,8 @@ class Metadata:
 
     table, window_table:  [B, max_pages]  of the pool, and of the one of layers with a window where they have their own
     window_slots:         [T]  where new rows go in that pool
-    rows:                 how `prefill` tells the requests' rows apart, or which drafts see which; None: one each
+    rows:                 how `prefill` tells the requests' rows apart, or which drafts see which; None: one each, or a
+                          chain of drafts
     """
 
     seq_lens: Tensor  # [B] new tokens included
@@ -57,6 +70,7 @@ class PagedBackend(AttentionBackend):
     """What a batch is, whatever attends to it; subclasses say of which class their pool is, and attend."""
 
     needs_cpu_seq_lens = False
+    verify_mask: VerifyMask | None = None
     pool_class: type
     speculates: tuple[str | None, ...] = (None,)  # by these algorithms
 
@@ -83,6 +97,15 @@ class PagedBackend(AttentionBackend):
         self.drafts: int = server_args.speculative_num_draft_tokens if speculative else 0
         self.page_size = parts[0].page_size
         self.slots = runner.req_to_token_pool.req_to_token  # [requests, tokens]
+        self.chain = self.full_masks = False
+        if speculative and server_args.speculative_algorithm in DRAFT_MODELS:
+            # One branch needs no mask. Those of several SGLang writes into a tensor of ours.
+            self.chain = server_args.speculative_eagle_topk == 1
+            if not runner.is_draft_worker:
+                self.verify_mask = self._verify_mask()
+        elif speculative:
+            # Masks of n-grams have the earlier tokens in them on all but a CPU.
+            self.full_masks = self.slots.is_cuda
 
     def _pages_of(self, layer: Any, *scales: Any) -> tuple[Any, Tensor]:
         """A layer's pages, in whichever pool they are, and the table of the batch in it."""
@@ -101,11 +124,11 @@ class PagedBackend(AttentionBackend):
         return pool.layer(index, *scales), m.table
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        self.forward_metadata = self._metadata(forward_batch)
+        self.forward_metadata = self.metadata_of(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Before a graph, of drafts: each batch brings its mask in a tensor of its own."""
-        if self._verifies(forward_batch):
+        if self._verifies(forward_batch) and not self.chain:
             mask = self._mask(forward_batch)
             self.masks[: len(mask)] = mask
 
@@ -116,7 +139,7 @@ class PagedBackend(AttentionBackend):
             mask = self.masks[: len(forward_batch.seq_lens) * self.drafts]
         elif not forward_batch.forward_mode.is_decode():
             raise NotImplementedError(f"forward_mode: want DECODE in a graph, got {forward_batch.forward_mode.name}")
-        self.forward_metadata = self._metadata(forward_batch, mask)
+        self.forward_metadata = self.metadata_of(forward_batch, mask)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """The drafts' masks; a graph's tables lie in its own memory."""
@@ -133,11 +156,15 @@ class PagedBackend(AttentionBackend):
     def _verifies(self, batch: Any) -> bool:
         return self.drafts > 0 and batch.forward_mode.is_target_verify()
 
-    def _mask(self, batch: Any) -> Tensor:
-        # SGLang has the earlier tokens in it on all but a CPU.
-        return draft_mask(batch.spec_info.custom_mask, batch.seq_lens, self.drafts, full=self.slots.is_cuda)
+    def _verify_mask(self) -> VerifyMask:
+        requests = len(self.slots)
+        buffer = torch.ones(requests * self.drafts**2, dtype=torch.bool, device=self.slots.device)
+        return VerifyMask(buffer, TreeMaskMode.QLEN_ONLY, requests, is_read=not self.chain)
 
-    def _metadata(self, batch: Any, mask: Tensor | None = None) -> Metadata:
+    def _mask(self, batch: Any) -> Tensor:
+        return draft_mask(batch.spec_info.custom_mask, batch.seq_lens, self.drafts, self.full_masks)
+
+    def metadata_of(self, batch: Any, mask: Tensor | None = None) -> Metadata:
         """No value of a tensor is read on the host. A table has room for the longest request that may come, so that all
         batches are alike in it."""
         first = self.slots[:, :: self.page_size].index_select(0, batch.req_pool_indices)
@@ -148,7 +175,9 @@ class PagedBackend(AttentionBackend):
         mode, lens = batch.forward_mode, batch.seq_lens
         rows: dict[str, Any] | None = None
         if self._verifies(batch):
-            lens, rows = lens + self.drafts, {"mask": self._mask(batch) if mask is None else mask}
+            lens = lens + self.drafts
+            if not self.chain:
+                rows = {"mask": self._mask(batch) if mask is None else mask}
         elif mode in _EXTENDS:
             extend_lens = batch.extend_seq_lens_cpu
             most = batch.out_cache_loc.shape[0] if extend_lens is None else max(extend_lens, default=1)
@@ -196,7 +225,15 @@ def _refuse(runner: Any, server_args: Any, speculates: tuple[str | None, ...]) -
     if got not in speculates:
         want = " or ".join(map(repr, speculates))
         raise NotImplementedError(f"speculative_algorithm: want {want} for attention_backend=tersekv, got {got!r}")
-    for name, off in REFUSED.items():
+    refused = REFUSED
+    if got in DRAFT_MODELS:
+        refused = REFUSED | REFUSED_BESIDE_A_DRAFT_MODEL
+        got = getattr(server_args, "speculative_draft_attention_backend", None)
+        if got not in (None, NAME):
+            raise NotImplementedError(f"speculative_draft_attention_backend: want {NAME!r}, got {got!r}")
+        if envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get():
+            raise NotImplementedError("SGLANG_ENABLE_OVERLAP_PLAN_STREAM: want 0 for attention_backend=tersekv")
+    for name, off in refused.items():
         got = getattr(server_args, name, off)
         if got != off:
             raise NotImplementedError(f"{name}: want {off!r} for attention_backend=tersekv, got {got!r}")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_spec
 from torch import Tensor
 
 from .. import env
@@ -59,12 +59,14 @@ class Chosen(NamedTuple):
     saved: str | None = None
 
 
-def chosen(dtype: torch.dtype, layers: int, first: int = 0) -> Chosen:
+def chosen(dtype: torch.dtype, layers: int, first: int = 0, draft: bool = False) -> Chosen:
     """What a pool holds: as the environment says, by a recipe's word or a file, or as SGLang's dtype.
 
     layers, first:  how many there are in the pool, and the model's index of its first
+    draft:          whether the model drafts for another; `--speculative-draft-kv-cache-dtype` then goes before
     """
-    word = env.sglang_format() or OF_DTYPE.get(dtype)
+    own = draft and get_spec().speculative_draft_kv_cache_dtype is not None
+    word = (None if own else env.sglang_format()) or OF_DTYPE.get(dtype)
     if word is None:
         raise ValueError(f"{FORMAT}: want a format, a recipe or a file, got None for a pool of {dtype}")
     try:
@@ -73,6 +75,9 @@ def chosen(dtype: torch.dtype, layers: int, first: int = 0) -> Chosen:
             raise ValueError(f"want formats of K/V caches ({', '.join(KV_FORMATS)}), got {word!r}")
     except ValueError as e:
         if os.path.exists(word):
+            if draft:
+                want = "a recipe, or a format for the draft model by --speculative-draft-kv-cache-dtype"
+                raise ValueError(f"{FORMAT}: want {want}, got {word!r}") from None
             return _of_file(word, layers, first)
         want = f"a recipe ({e}) or a file that `tersekv eval --save FILE` wrote"
         raise ValueError(f"{FORMAT}: want {want}, got {word!r}") from None
@@ -127,6 +132,7 @@ class TersekvPool(MHATokenToKVPool):
     stores scales, else None."""
 
     dtype: torch.dtype
+    draft = False
 
     def _create_buffers(self) -> None:
         if self.post_capture_active:
@@ -136,7 +142,7 @@ class TersekvPool(MHATokenToKVPool):
         if self.is_quantized_kv_cache or self.kv_cache_layout != "nhd":
             got = f"{type(self.quant_method).__name__} in layout {self.kv_cache_layout!r}"
             raise NotImplementedError(f"kv_cache_dtype: want a plain pool in layout 'nhd' for tersekv's, got {got}")
-        self.chosen = chosen(self.dtype, self.layer_num, self.start_layer)
+        self.chosen = chosen(self.dtype, self.layer_num, self.start_layer, self.draft)
         kinds, dims = self.chosen.kinds, (self.head_dim, self.v_head_dim)
         for k, v in dict.fromkeys(kinds):
             held(k, "head_dim", self.head_dim)
@@ -241,10 +247,17 @@ class TersekvPool(MHATokenToKVPool):
             raise NotImplementedError("dcp_kv_mask: want None, tersekv's pool is of one rank")
         index = (layer.layer_id if layer_id_override is None else layer_id_override) - self.start_layer
         k, v = cache_k.view(-1, self.head_num, self.head_dim), cache_v.view(-1, self.head_num, self.v_head_dim)
-        append(k, v, self.layer(index, k_scale, v_scale), unwrap_write_loc(loc_info)[0])
+        slots = unwrap_write_loc(loc_info)[0].contiguous()  # of a draft model's step they are a column
+        append(k, v, self.layer(index, k_scale, v_scale), slots)
 
     def set_kv_buffer_prefix_valid(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("set_kv_buffer_prefix_valid: tersekv's pool serves no draft model")
+        raise NotImplementedError("set_kv_buffer_prefix_valid: tersekv's pool serves no DSpark draft")
+
+
+class TersekvDraftPool(TersekvPool):
+    """Of a model that drafts for another."""
+
+    draft = True
 
 
 def _one(name: str, scale: Any, f: KVFormat) -> float | Tensor:

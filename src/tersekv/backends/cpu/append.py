@@ -9,7 +9,20 @@ from tersekv.formats import BLOCK, CHANNELS, GROUP, NONE, PAIRS, ROTATION, TENSO
 
 from . import library, records
 from .library import BoundLaunch, NativeLaunch
-from .records import CODES, DTYPES, NO_TRANSFORM, Append, CallFacts, RowTransform, RowWrite, Scale, StridedTensor
+from .records import (
+    CODES,
+    DTYPES,
+    NO_NORM,
+    NO_TENSOR,
+    NO_TRANSFORM,
+    NO_WEIGHTS,
+    Append,
+    CallFacts,
+    RowTransform,
+    RowWrite,
+    Scale,
+    StridedTensor,
+)
 
 SUPPORTS = (PAIRS, ROTATION, CHANNELS)
 SLOT_FIELDS = ("slot_mapping", "batch_indices", "kv_positions", "kv_indptr", "kv_indices")
@@ -22,7 +35,6 @@ _KINDS = {
     NONE: records.NO_SCALE, TENSOR: records.TENSOR_SCALE, TOKEN_HEAD: records.ROW_SCALE, BLOCK: records.BLOCK_SCALE,
     GROUP: records.GROUP_SCALE, UE8M0: records.UE8M0_SCALE,
 }  # fmt: skip
-_NO_TENSOR = StridedTensor(records.NONE)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -46,9 +58,7 @@ def make_kv_row_write(
     """Returns how rows are written to the cache of "k" or "v": of the tensors
     `tensor_name` (default: `k_or_v`) and `further_columns_tensor_name`, their columns side by side."""
     f, fmt, tensor_name = facts.f, pair_of(facts.f)["kv".index(k_or_v)], tensor_name or k_or_v
-    scales = (
-        _NO_TENSOR if getattr(f, f"{k_or_v}_scale_cache") is None else facts.strided_tensor(f"{k_or_v}_scale_cache")
-    )
+    scales = NO_TENSOR if getattr(f, f"{k_or_v}_scale_cache") is None else facts.strided_tensor(f"{k_or_v}_scale_cache")
     return make_quantized_row_write(
         facts, tensor_name, fmt, facts.strided_tensor(f"{k_or_v}_cache"), scales, facts.scale(f"{k_or_v}_scale"),
         further_columns_tensor_name, apply_rope, facts.row_transform(k_or_v),
@@ -65,10 +75,10 @@ def make_quantized_row_write(
     x, y = getattr(f, tensor_name), getattr(f, further_columns_tensor_name) if further_columns_tensor_name else None
     return RowWrite(
         facts.strided_tensor(tensor_name),
-        facts.strided_tensor(further_columns_tensor_name) if y is not None else _NO_TENSOR,
+        facts.strided_tensor(further_columns_tensor_name) if y is not None else NO_TENSOR,
         x.shape[-1], 0 if y is None else y.shape[-1], apply_rope, x.shape[1] if len(x.shape) == 3 else 1, True,
         out_cache, CODES[fmt.code], _KINDS[fmt.scale], scale_cache, fmt.scale_block or 0, fmt.scales(x.shape[-1]),
-        fmt.tail, host_or_tensor_scale, row_transform,
+        fmt.tail, host_or_tensor_scale, row_transform, NO_NORM, 0, 0, NO_WEIGHTS,
     )  # fmt: skip
 
 
@@ -79,24 +89,25 @@ def make_query_row_writes(facts: CallFacts) -> list[RowWrite]:
         x = getattr(facts.f, name)
         if x is not None:
             row_writes.append(RowWrite(
-                facts.strided_tensor(name), _NO_TENSOR, x.shape[-1], 0, apply_rope, x.shape[1], False,
-                facts.strided_tensor(f"{name}_out"), facts.dtype(f"{name}_out"), records.NO_SCALE, _NO_TENSOR,
-                0, 0, 0, facts.scale("q_scale"), NO_TRANSFORM,
+                facts.strided_tensor(name), NO_TENSOR, x.shape[-1], 0, apply_rope, x.shape[1], False,
+                facts.strided_tensor(f"{name}_out"), facts.dtype(f"{name}_out"), records.NO_SCALE, NO_TENSOR,
+                0, 0, 0, facts.scale("q_scale"), NO_TRANSFORM, NO_NORM, 0, 0, NO_WEIGHTS,
             ))  # fmt: skip
     return row_writes
 
 
-def make_append_record(facts: CallFacts, rows_fact: Any, cache_fact: Any, row_writes: list[RowWrite]) -> Append:
+def make_append_record(facts: CallFacts, rows_fact: Any, cache_fact: Any | None, row_writes: list[RowWrite]) -> Append:
     """Returns the record of an append: its row_writes, the slots of tokens, and the rotary table if there is one."""
     f, record = facts.f, Append()
     record.num_row_writes = len(row_writes)
     for i, row_write in enumerate(row_writes):
         record.row_writes[i] = row_write
     record.tokens, record.dtype = rows_fact.shape[0], DTYPES[rows_fact.dtype]
-    record.num_pages, record.page_size = cache_fact.shape[:2]
+    if cache_fact is not None:
+        record.num_pages, record.page_size = cache_fact.shape[:2]
     for field, name in zip(("slots", "batch", "kv_positions", "indptr", "indices"), SLOT_FIELDS, strict=True):
         setattr(record, field, facts.index_tensor(name))
-    if f.kv_indptr is not None:
+    if getattr(f, "kv_indptr", None) is not None:
         record.num_requests, record.num_indices = f.kv_indptr.shape[0] - 1, f.kv_indices.shape[0]
     record.cos_sin = records.NONE
     if getattr(f, "cos_sin_cache", None) is not None:
@@ -104,7 +115,8 @@ def make_append_record(facts: CallFacts, rows_fact: Any, cache_fact: Any, row_wr
         record.max_position, record.rotary = f.cos_sin_cache.shape
         record.positions = facts.index_tensor("positions")
         record.interleaved = f.interleaved
-    record.zero_padding, record.scales_quantize = getattr(f, "zero_padding", False), f.scales_quantize
+    for option in ("zero_padding", "scales_quantize"):
+        setattr(record, option, getattr(f, option, False))
     record.widen = getattr(f, "widen", True)
     return record
 

@@ -13,12 +13,11 @@ from . import library, records
 from .library import BoundLaunch, NativeLaunch
 from .records import CODES, CallFacts, IndexScores, StridedTensor, paged_matrix
 
-_TENSORS = ("q", "weights", "k_cache", "k_scale_cache", "page_table", "seq_lens", "cu_seqlens_q", "out", "out_lens")
+_TENSORS = ("q", "weights", "k_cache", "k_scale_cache", "page_table", "seq_lens", "cu_seqlens_q", "out")
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    spans = getattr(f, "starts", None) is not None or getattr(f, "ends", None) is not None
-    return "takes no starts and ends yet" if spans else library.why_not(f)
+    return library.why_not(f)
 
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
@@ -29,7 +28,7 @@ def index_scores_or_select_launch(
     f: SimpleNamespace, num_score_columns: int, topk_selection: tuple[int, int, int, int] | None
 ) -> NativeLaunch:
     """topk_selection: k, keep_first, keep_last and open_group; None: scores."""
-    names = _TENSORS if topk_selection else _TENSORS[:-1]
+    names = (*_TENSORS, *(("out_lens",) if topk_selection else ("starts", "ends")))
     facts, fmt = CallFacts(f, names), index_format(f.format)
     tensor = partial(tensor_and_two_strides, facts)
     keys = paged_matrix(tensor("k_cache"), CODES[fmt.code], f.k_cache.shape[-1], tensor("q"))
@@ -39,7 +38,7 @@ def index_scores_or_select_launch(
         keys, facts.index_tensor("page_table"), facts.index_tensor("seq_lens"), facts.index_tensor("cu_seqlens_q"),
         f.seq_lens.shape[0], f.q.shape[0], f.q.shape[1], f.max_q_len, f.page_table.shape[1], *f.k_cache.shape[:2],
         facts.dtype("q"), tensor("weights"), f.ratio, f.relu, f.each, f.block, num_score_columns, f.scale,
-        tensor("out", f.each), tensor("out_lens", f.each) if topk_selection else StridedTensor(records.NONE),
+        tensor("out", f.each), tensor("out_lens", f.each), facts.index_tensor("starts"), facts.index_tensor("ends"),
         topk_selection is not None, *(topk_selection or (0, 0, 0, 0)),
     )  # fmt: skip
     return NativeLaunch("index_scores", record, names)

@@ -10,11 +10,11 @@ from .index_scores import tensor_and_two_strides
 from .library import BoundLaunch, NativeLaunch
 from .records import CallFacts, IndexTensor, IndexTopk
 
-_TENSORS = ("scores", "visible", "open_group", "out", "out_lens")
+_TENSORS = ("scores", "visible", "open_group", "starts", "out", "out_lens")
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return "takes no starts yet" if f.starts is not None else library.why_not(f)
+    return library.why_not(f)
 
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
@@ -25,9 +25,9 @@ def configure(f: SimpleNamespace) -> NativeLaunch:
         is_open = IndexTensor(facts.at("open_group"), 0, facts.strides("open_group")[0])
     record = IndexTopk(
         f.scores.shape[0], lines, f.scores.shape[-1], f.out.shape[-1], tensor_and_two_strides(facts, "scores", each),
-        facts.index_tensor("visible"), is_open, tensor_and_two_strides(facts, "out", each),
-        tensor_and_two_strides(facts, "out_lens", each), f.k,
-        f.keep_first, f.keep_last,
+        facts.index_tensor("visible"), is_open, facts.index_tensor("starts"),
+        tensor_and_two_strides(facts, "out", each), tensor_and_two_strides(facts, "out_lens", each), f.k, f.keep_first,
+        f.keep_last,
     )  # fmt: skip
     return NativeLaunch("index_topk", record, _TENSORS)
 

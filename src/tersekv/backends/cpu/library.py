@@ -167,12 +167,13 @@ class NativeLaunch:
 def _raise_reported_fault(report: Report, record: Attention | IndexScores) -> None:
     """Raise for a bad value, with the messages of the `torch` backend."""
     b, (x, y) = report.request, report.values
+    with_ends = isinstance(record, IndexScores) and record.ends.tensor >= 0
     messages = {
         1: f"seq_lens: want at most {x} (max_pages * S), got {y} at {b}",
         2: f"cu_seqlens_q: want rows in [0, {record.rows}], got [{x}, {y}) at {b}",
         3: f"max_q_len: want at least {x}, the rows of request {b}, got {y}",
         4: f"page_table: want page ids in [0, {x}), got {y} at request {b}",
-        7: f"seq_lens: want at most {x} keys (max_pages * S), got {y} at {b}",
+        7: f"{'ends' if with_ends else 'seq_lens'}: want at most {x} keys (max_pages * S), got {y} at {b}",
         6: f"seq_lens: want at most {x} before the new tokens (max_pages * S), got {y} at {b}",
     }
     if isinstance(record, Attention) and report.fault >= _FIRST_OF_LISTS:

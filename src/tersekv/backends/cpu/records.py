@@ -14,7 +14,7 @@ DTYPES = {
 }  # fmt: skip
 CODES = {"bf16": 1, "fp16": 2, "e4m3": 3, "e5m2": 4, "int8": 5, "e2m1": 6, "int4": 7}  # of a format
 E8M0 = 11  # of stored scales, in bytes
-NO_SCALE, TENSOR_SCALE, ROW_SCALE, BLOCK_SCALE, GROUP_SCALE, UE8M0_SCALE = range(6)
+NO_SCALE, TENSOR_SCALE, ROW_SCALE, BLOCK_SCALE, GROUP_SCALE, UE8M0_SCALE, INDEX_SCALE = range(7)
 NONE = -1  # index of an absent tensor
 TRANSFORMS = ("k_signs", "v_signs", "k_channel_scale", "v_channel_scale")
 
@@ -29,6 +29,14 @@ class IndexTensor(Structure):
 
 class StridedTensor(Structure):
     _fields_ = [("tensor", c_int64), ("strides", c_int64 * 3)]
+
+
+class LayerNorm(Structure):
+    _fields_ = [*_enum_values("weight", "bias", "weight_dtype", "bias_dtype"), ("epsilon", c_double)]
+
+
+class HeadWeights(Structure):
+    _fields_ = [("input", StridedTensor), ("out", StridedTensor), ("dtype", c_int64), ("scale", c_double)]
 
 
 class Scale(Structure):
@@ -79,7 +87,8 @@ class RowWrite(Structure):
                                                                            "heads", "cached"),
         ("out", StridedTensor), *_enum_values("out_dtype", "scale_kind"), ("scales", StridedTensor),
         *_enum_values("width", "stored_scales", "tail"), ("multiplier", Scale),
-        ("transform", RowTransform),
+        ("transform", RowTransform), ("norm", LayerNorm), *_enum_values("rotary_column", "round_dtype"),
+        ("weights", HeadWeights),
     ]  # fmt: skip
 
 
@@ -106,7 +115,7 @@ class IndexScores(Structure):
         ("keys", PagedMatrix), ("page_table", IndexTensor), ("seq_lens", IndexTensor), ("cu_seqlens_q", IndexTensor),
         *_enum_values("requests", "rows", "heads", "max_q_len", "max_pages", "num_pages", "page_size", "query_dtype"),
         ("weights", StridedTensor), *_enum_values("ratio", "relu", "each", "block", "width"), ("scale", c_double),
-        ("out", StridedTensor), ("lens", StridedTensor),
+        ("out", StridedTensor), ("lens", StridedTensor), ("starts", IndexTensor), ("ends", IndexTensor),
         *_enum_values("select", "k", "keep_first", "keep_last", "open_group"),
     ]  # fmt: skip
 
@@ -114,12 +123,13 @@ class IndexScores(Structure):
 class IndexTopk(Structure):
     _fields_ = [
         *_enum_values("rows", "lines", "width", "columns"), ("scores", StridedTensor), ("visible", IndexTensor),
-        ("open_group", IndexTensor), ("out", StridedTensor), ("lens", StridedTensor),
+        ("open_group", IndexTensor), ("starts", IndexTensor), ("out", StridedTensor), ("lens", StridedTensor),
         *_enum_values("k", "keep_first", "keep_last"),
     ]  # fmt: skip
 
 
-NO_TRANSFORM = RowTransform(NONE, 0, NONE, 0)
+NO_TENSOR, NO_TRANSFORM, NO_NORM = StridedTensor(NONE), RowTransform(NONE, 0, NONE, 0), LayerNorm(NONE, NONE)
+NO_WEIGHTS = HeadWeights(NO_TENSOR, NO_TENSOR)
 NO_MATRIX = PagedMatrix(StridedTensor(NONE), 0, 0, 0, StridedTensor(NONE))
 
 

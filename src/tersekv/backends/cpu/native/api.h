@@ -10,7 +10,7 @@
 enum Dtype : int64_t { F32, BF16, F16, E4M3, E5M2, INT8, E2M1, INT4, I32, I64, U32, E8M0 };
 
 // Granularity of a scale.
-enum ScaleKind : int64_t { NO_SCALE, TENSOR_SCALE, ROW_SCALE, BLOCK_SCALE, GROUP_SCALE, UE8M0_SCALE };
+enum ScaleKind : int64_t { NO_SCALE, TENSOR_SCALE, ROW_SCALE, BLOCK_SCALE, GROUP_SCALE, UE8M0_SCALE, INDEX_SCALE };
 
 // An index tensor: [n], or [n, m] with the stride of the first dimension.
 struct IndexTensor {
@@ -20,6 +20,19 @@ struct IndexTensor {
 // A tensor and the strides of three dimensions, [page, slot, head] or [token, head, -].
 struct StridedTensor {
     int64_t tensor, strides[3];
+};
+
+// LayerNorm of rows: tensors of any float dtype, or -1 for none.
+struct LayerNorm {
+    int64_t weight, bias, weight_dtype, bias_dtype;
+    double epsilon;
+};
+
+// Weights of an indexer's heads [token, head]; without `input` ones, without `out` none are written.
+struct HeadWeights {
+    StridedTensor input, out;
+    int64_t dtype;
+    double scale;
 };
 
 // A number, or a tensor that overrides it; `stride` from head to head.
@@ -57,8 +70,8 @@ struct KeySet {
     KeyLists lists;
 };
 
-// Transform of stored K/V rows: Hadamard rotation in blocks of `block` columns with `signs`, and `channels` scales,
-// `stride` from head to head; tensors, or -1.
+// Transform of stored rows: Hadamard rotation in blocks of `block` columns (0: none) with `signs`, and `channels`
+// scales, `stride` from head to head; tensors, or -1.
 struct RowTransform {
     int64_t signs, block, channels, stride;
 };
@@ -89,9 +102,14 @@ struct RowWrite {
     StridedTensor out;
     int64_t out_dtype, scale_kind;
     StridedTensor scales;  // stored beside the codes
-    int64_t width, stored_scales, tail;  // UE8M0_SCALE: columns of a scale; scales of a row; last columns, kept in bf16
+    int64_t width;                // columns of a scale: UE8M0_SCALE, INDEX_SCALE
+    int64_t stored_scales, tail;  // UE8M0_SCALE: scales of a row; last columns, kept in bf16
     Scale multiplier;
     RowTransform transform;
+    LayerNorm norm;
+    int64_t rotary_column;  // the first that is rotated
+    int64_t round_dtype;    // rows are rounded to after norm, RoPE and transform; F32: they are not
+    HeadWeights weights;    // `out`: `input` * scale * the row's stored scale
 };
 
 struct Append {
@@ -122,6 +140,7 @@ struct IndexScores {
     int64_t ratio, relu, each, block, width;
     double scale;
     StridedTensor out, lens;  // [token, head, -]: scores, or columns and how many they are
+    IndexTensor starts, ends;  // [token]: the first key that a row sees; where its keys end, in place of its position
     int64_t select, k, keep_first, keep_last, open_group;
 };
 
@@ -129,6 +148,7 @@ struct IndexTopk {
     int64_t rows, lines, width, columns;
     StridedTensor scores;  // [token, head, -]
     IndexTensor visible, open_group;
+    IndexTensor starts;  // the first column that a row sees, from which columns are counted; `visible` is where they end
     StridedTensor out, lens;
     int64_t k, keep_first, keep_last;
 };

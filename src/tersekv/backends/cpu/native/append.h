@@ -1,4 +1,5 @@
-// Appends: loads, rotates, quantizes and stores rows. Every step is one correctly rounded fp32 operation.
+// Appends: loads, norms, rotates, quantizes and stores rows. Every step is one correctly rounded fp32 operation, but the
+// norm is computed in fp64 and rounded once.
 #pragma once
 
 #include "numbers.h"
@@ -46,6 +47,7 @@ struct AppendRun {
             to.position = read_index(at[c.positions.tensor], c.positions.dtype, token);
             if (to.position < 0 || to.position >= c.max_position) to.position = -1;
         }
+        if (c.page_size == 0) return to;  // no cache
         if (c.slots.tensor >= 0) {
             int64_t slot = read_index(at[c.slots.tensor], c.slots.dtype, token);
             to.skipped = slot < 0;
@@ -83,10 +85,12 @@ struct AppendRun {
             if ((c.cos_sin >= 0 && slot.position < 0) || (c.zero_padding && slot.skipped)) {
                 for (int64_t i = 0; i < n; i++) row_buffer[i] = 0.0f;
             } else {
-                load_row_and_apply_rope(row_write, token, head, slot, row_buffer);
+                load_and_transform_row(row_write, token, head, slot, row_buffer);
                 float by = multiplier_from_value_or_scale_tensor(row_write, head);
                 for (int64_t i = 0; i < n; i++) row_buffer[i] *= by;
             }
+            float scale = row_write.scale_kind == INDEX_SCALE ? divide_by_pow2_scale_and_return_scale(row_buffer, n) : 1.0f;
+            if (row_write.weights.out.tensor >= 0) store_head_weight(row_write.weights, token, head, scale);
             return write_floats(row_buffer, row_write.out_dtype, out, n);
         }
         auto address_in = [&](const StridedTensor& p) {
@@ -97,8 +101,7 @@ struct AppendRun {
             memcpy(out, at[row_write.first.tensor] + token * row_write.first.strides[0] + head * row_write.first.strides[1], row_write.first_columns);
             return;
         }
-        load_row_and_apply_rope(row_write, token, head, slot, row_buffer);
-        divide_by_channel_scales_and_rotate(row_write.transform, at, head, row_buffer, n);
+        load_and_transform_row(row_write, token, head, slot, row_buffer);
         switch (row_write.scale_kind) {
             case NO_SCALE: return write_floats(row_buffer, row_write.out_dtype, out, n);
             case TENSOR_SCALE: {
@@ -111,16 +114,51 @@ struct AppendRun {
                 return store(address_in(row_write.scales), quantize_row_by_abs_max_and_return_scale(row_buffer, n, row_write.out_dtype, out));
             case BLOCK_SCALE: return quantize_and_store_nvfp4_row(row_write, head, row_buffer, n, code_buffer, out, address_in(row_write.scales));
             case UE8M0_SCALE: return quantize_and_store_ue8m0_row_with_bf16_tail(row_write, row_buffer, n, out, address_in(row_write.scales));
+            case INDEX_SCALE: return quantize_and_store_index_row(row_write, row_buffer, n, out, address_in(row_write.scales));
             case GROUP_SCALE: return quantize_and_store_row_pow2_scale_per_128(row_buffer, n, row_write.out_dtype, out, address_in(row_write.scales));
         }
     }
 
-    void load_row_and_apply_rope(const RowWrite& row_write, int64_t token, int64_t head, const TokenSlot& slot, float* out) const {
+    void load_and_transform_row(const RowWrite& row_write, int64_t token, int64_t head, const TokenSlot& slot, float* out) const {
         read_floats(at[row_write.first.tensor] + token * row_write.first.strides[0] + head * row_write.first.strides[1], c.dtype, out, row_write.first_columns);
         if (row_write.second_columns > 0)
             read_floats(at[row_write.second.tensor] + token * row_write.second.strides[0] + head * row_write.second.strides[1], c.dtype,
                         out + row_write.first_columns, row_write.second_columns);
-        if (row_write.rotated) apply_rope(out, slot.position);
+        int64_t n = columns(row_write);
+        if (row_write.norm.weight >= 0) apply_layer_norm(row_write.norm, out, n), round_floats(out, row_write.round_dtype, n);
+        if (row_write.rotated) apply_rope(out + row_write.rotary_column, slot.position), round_floats(out, row_write.round_dtype, n);
+        divide_by_channel_scales_and_rotate(row_write.transform, at, head, out, n);
+        round_floats(out, row_write.round_dtype, n);
+    }
+
+    // LayerNorm of a row whose columns are a multiple of 8.
+    void apply_layer_norm(const LayerNorm& norm, float* x, int64_t n) const {
+        double sums[8] = {}, squares[8] = {}, total = 0, total_of_squares = 0;
+        for (int64_t i = 0; i < n; i += 8)
+            for (int64_t j = 0; j < 8; j++) sums[j] += x[i + j];
+        for (double sum : sums) total += sum;
+        double mean = total / static_cast<double>(n);
+        for (int64_t i = 0; i < n; i += 8)
+            for (int64_t j = 0; j < 8; j++) {
+                double y = x[i + j] - mean;
+                squares[j] += y * y;
+            }
+        for (double square : squares) total_of_squares += square;
+        double deviation = __builtin_sqrt(total_of_squares / static_cast<double>(n) + static_cast<float>(norm.epsilon));
+        float weight[8], bias[8];
+        auto read_8 = [&](int64_t tensor, int64_t dtype, int64_t i, float* out) { read_floats(at[tensor] + i * (dtype == F32 ? 4 : 2), dtype, out, 8); };
+        for (int64_t i = 0; i < n; i += 8) {
+            read_8(norm.weight, norm.weight_dtype, i, weight);
+            read_8(norm.bias, norm.bias_dtype, i, bias);
+            for (int64_t j = 0; j < 8; j++) x[i + j] = static_cast<float>((x[i + j] - mean) / deviation * weight[j] + bias[j]);
+        }
+    }
+
+    void store_head_weight(const HeadWeights& weights, int64_t token, int64_t head, float row_scale) const {
+        float weight = 1.0f;
+        const StridedTensor &in = weights.input, &out = weights.out;
+        if (in.tensor >= 0) read_floats(at[in.tensor] + token * in.strides[0] + head * in.strides[1], weights.dtype, &weight, 1);
+        store(at[out.tensor] + token * out.strides[0] + head * out.strides[1], weight * static_cast<float>(weights.scale) * row_scale);
     }
 
     // RoPE: rotates pairs by the angles of a position: two products and a sum, each rounded.
@@ -201,15 +239,30 @@ struct AppendRun {
 
     static float next_power_of_two(float x) { return from_bits((bits(x) + 0x007FFFFF) & 0x7F800000); }
 
+    // Divides numbers by the power of two that brings the largest magnitude into the range of e4m3.
+    static float divide_by_pow2_scale_and_return_scale(float* x, int64_t n) {
+        float most = abs_max_ignoring_nan(x, n), scale = next_power_of_two((most > 1e-4f ? most : 1e-4f) / 448.0f);
+        float by = 1.0f / scale;
+        for (int64_t i = 0; i < n; i++) x[i] *= by;
+        return scale;
+    }
+
+    // The last scale is of the columns that are left.
+    static void quantize_and_store_index_row(const RowWrite& row_write, float* x, int64_t n, char* out, char* scales) {
+        for (int64_t i = 0; i < n; i += row_write.width) {
+            int64_t count = n - i < row_write.width ? n - i : row_write.width;
+            store(scales + i / row_write.width * 4, divide_by_pow2_scale_and_return_scale(x + i, count));
+        }
+        write_floats(x, row_write.out_dtype, out, n);
+    }
+
     // Exponents of scales, zeros behind them; the last columns of a row stay in bf16, behind its codes.
     static void quantize_and_store_ue8m0_row_with_bf16_tail(const RowWrite& row_write, float* x, int64_t n, char* out, char* scales) {
         int64_t codes = n - row_write.tail;
         memset(scales, 0, row_write.stored_scales);
         for (int64_t i = 0; i < codes; i += row_write.width) {
-            float most = abs_max_ignoring_nan(x + i, row_write.width), scale = next_power_of_two((most > 1e-4f ? most : 1e-4f) / 448.0f);
+            float scale = divide_by_pow2_scale_and_return_scale(x + i, row_write.width);
             store(scales + i / row_write.width, static_cast<uint8_t>(bits(scale) >> 23));
-            float by = 1.0f / scale;
-            for (int64_t j = i; j < i + row_write.width; j++) x[j] *= by;
         }
         write_floats(x, E4M3, out, codes);
         write_floats(x + codes, BF16, out + codes, row_write.tail);

@@ -15,8 +15,12 @@ struct ScoreItem {
     int64_t row, rows, begin, end;  // columns [begin, end)
 };
 
+struct KeyRange {
+    int64_t begin, end;
+};
+
 struct RowOfRequest {
-    int64_t request, position, visible;  // keys
+    int64_t request, position, first, visible;  // keys [first, visible)
 };
 
 // Float keys in their order as integers: 0 is not to be taken, 1 NaN, the largest taken before all others.
@@ -202,13 +206,17 @@ private:
 
     // Reads and checks lengths, rows and pages.
     bool read_and_check_requests(int64_t max_keys) {
-        for (int64_t t = 0; t < c.rows; t++) row_of[t] = {-1, -1, 0};
+        for (int64_t t = 0; t < c.rows; t++) row_of[t] = {-1, -1, 0, 0};
         bool ragged = c.cu_seqlens_q.tensor >= 0;
         const char* starts = ragged ? at[c.cu_seqlens_q.tensor] : nullptr;
         for (int64_t b = 0; b < c.requests; b++) {
             int64_t tokens = read_index(at[c.seq_lens.tensor], c.seq_lens.dtype, b), keys = tokens / c.ratio;
             int64_t row = ragged ? read_index(starts, c.cu_seqlens_q.dtype, b) : b * c.max_q_len;
             int64_t stop = ragged ? read_index(starts, c.cu_seqlens_q.dtype, b + 1) : row + c.max_q_len;
+            for (int64_t t = row; t < stop && c.ends.tensor >= 0; t++) {  // rows are checked to be of equal numbers
+                int64_t end = read_index(at[c.ends.tensor], c.ends.dtype, t);
+                keys = t == row || end > keys ? end : keys;
+            }
             bool reads = keys > 0 && stop > row;
             if (reads && keys > max_keys) return report_fault(TOO_MANY_KEYS, b, max_keys, keys);
             if (stop > row && (row < 0 || stop > c.rows)) {
@@ -224,7 +232,10 @@ private:
             for (int64_t t = row; t < stop; t++) {
                 int64_t position = tokens - (stop - t);
                 position = position < -1 ? -1 : position;
-                row_of[t] = {b, position, (position + 1) / c.ratio};
+                int64_t visible = (position + 1) / c.ratio, first = 0;
+                if (c.ends.tensor >= 0) visible = read_index(at[c.ends.tensor], c.ends.dtype, t);
+                if (c.starts.tensor >= 0) first = read_index(at[c.starts.tensor], c.starts.dtype, t);
+                row_of[t] = {b, position, first < 0 ? 0 : first, visible < 0 ? 0 : visible};
             }
         }
         return true;
@@ -237,7 +248,7 @@ private:
         for (int64_t t = row_begin; t < row_end;) {
             int64_t n = 1;
             while (n < max_rows && t + n < row_end && row_of[t + n].request == row_of[t].request) n++;
-            int64_t seen = (row_of[t + n - 1].visible + c.block - 1) / c.block;  // the last row sees most
+            int64_t seen = (keys_of_rows(t, n).end + c.block - 1) / c.block;
             seen = seen < c.width ? seen : c.width;
             int64_t from = 0;
             do {
@@ -249,6 +260,16 @@ private:
             t += n;
         }
         return work;
+    }
+
+    // Returns the keys that any of n rows sees lie in; begin >= end: none does.
+    KeyRange keys_of_rows(int64_t row, int64_t n) const {
+        KeyRange keys = {row_of[row].first, row_of[row].visible};
+        for (int64_t t = row + 1; t < row + n; t++) {
+            keys.begin = row_of[t].first < keys.begin ? row_of[t].first : keys.begin;
+            keys.end = row_of[t].visible > keys.end ? row_of[t].visible : keys.end;
+        }
+        return keys;
     }
 
     float* score_row_ptr(int64_t row, int64_t line) const {
@@ -321,16 +342,17 @@ private:
     }
 
     void score_keys_of_item(const ScoreItem& item, Tiles& tiles) const {
-        const RowOfRequest& last = row_of[item.row + item.rows - 1];
+        KeyRange seen = keys_of_rows(item.row, item.rows);
         int64_t begin = item.begin * c.block, end = saturating_product(item.end, c.block);
-        end = last.visible < end ? last.visible : end;
+        begin = seen.begin > begin ? seen.begin : begin;
+        end = seen.end < end ? seen.end : end;
         int64_t blocks = c.keys.scales.tensor < 0 ? 0 : (c.keys.columns + c.keys.width - 1) / c.keys.width;
         for (int64_t i = 0; i < item.rows; i++)
             for (int64_t line = 0; line < lines; line++)
                 for (int64_t j = item.begin; j < item.end; j++) score_row_ptr(item.row + i, line)[j] = NEGATIVE_INFINITY;
         if (end <= begin) return;
         pack_queries_and_load_weights(item, tiles);
-        const char* table = at[c.page_table.tensor] + last.request * c.page_table.stride;
+        const char* table = at[c.page_table.tensor] + row_of[item.row].request * c.page_table.stride;
         const char* base = at[c.keys.codes.tensor];
         find_row_offsets(table, begin, end - begin < BLOCK_N ? end - begin : BLOCK_N, c.keys.codes, tiles.offset[0]);
         int64_t bytes = c.keys.columns * (c.keys.dtype == E4M3 ? 1 : 2);
@@ -367,7 +389,8 @@ private:
     void reduce_heads_and_store_scores(const ScoreItem& item, const Tiles& tiles, int64_t i_row, int64_t first_key, int64_t num_keys, bool apply_key_scales) const {
         const RowOfRequest& r = row_of[item.row + i_row];
         int64_t seen = r.visible - first_key < num_keys ? r.visible - first_key : num_keys;
-        if (seen <= 0) return;
+        int64_t unseen = r.first > first_key ? r.first - first_key : 0;
+        if (seen <= unseen) return;
         float x[BLOCK_N], scale = static_cast<float>(c.scale);
         for (int64_t line = 0; line < lines; line++) {
             int64_t first = c.each ? line : 0, stop = c.each ? line + 1 : c.heads;
@@ -383,13 +406,13 @@ private:
             }
             float* out = score_row_ptr(item.row + i_row, line);
             if (c.block == 1) {
-                memcpy(out + first_key, x, seen * sizeof(float));
+                memcpy(out + first_key + unseen, x + unseen, (seen - unseen) * sizeof(float));
                 continue;
             }
-            for (int64_t j = 0; j < seen; j++) {
+            for (int64_t j = unseen; j < seen; j++) {
                 float& best = out[(first_key + j) / c.block];
-                bool starts_column = (first_key + j) % c.block == 0;
-                // The first key starts a column; then a number wins over NaN, and a larger one over it.
+                bool starts_column = (first_key + j) % c.block == 0 || first_key + j == r.first;
+                // The first key that is seen starts a column; then a number wins over NaN, and a larger one over it.
                 best = starts_column ? x[j] : x[j] > best || (best != best && x[j] == x[j]) ? x[j] : best;
             }
         }
@@ -415,10 +438,13 @@ struct TopkRun {
         int64_t row = i_row_and_head / c.lines, line = i_row_and_head % c.lines;
         auto address = [&](const StridedTensor& x) { return self.at[x.tensor] + row * x.strides[0] + line * x.strides[1]; };
         int64_t columns = read_index(self.at[c.visible.tensor] + row * c.visible.stride, c.visible.dtype, 0);
-        int64_t visible = columns < 0 ? 0 : columns < c.width ? columns : c.width, group = -1;
+        auto within_width = [&](int64_t column) { return column < 0 ? 0 : column < c.width ? column : c.width; };
+        int64_t first = c.starts.tensor < 0 ? 0 : within_width(read_index(self.at[c.starts.tensor], c.starts.dtype, row));
+        int64_t visible = within_width(columns) - first, group = -1;
+        visible = visible < 0 ? 0 : visible;
         if (c.open_group.tensor >= 0 && *(self.at[c.open_group.tensor] + row * c.open_group.stride)) group = columns;
         TopkSelection selection(c.k, c.keep_first, c.keep_last);
-        int64_t n = selection.store_topk_columns_and_return_count(reinterpret_cast<const float*>(address(c.scores)), visible, group,
+        int64_t n = selection.store_topk_columns_and_return_count(reinterpret_cast<const float*>(address(c.scores)) + first, visible, group,
                            reinterpret_cast<int32_t*>(address(c.out)), c.columns);
         if (c.lens.tensor >= 0) store(address(c.lens), static_cast<int32_t>(n));
     }

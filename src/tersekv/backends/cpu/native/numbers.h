@@ -159,6 +159,14 @@ inline void write_floats(const float* x, int64_t dtype, char* p, int64_t n) {
     }
 }
 
+// Rounds n numbers to a 16-bit dtype; F32: leaves them.
+inline void round_floats(float* x, int64_t dtype, int64_t n) {
+    if (dtype == BF16)
+        for (int64_t i = 0; i < n; i++) x[i] = from_bf16(to_bf16(x[i]));
+    else if (dtype == F16)
+        for (int64_t i = 0; i < n; i++) x[i] = from_f16(to_f16(x[i]));
+}
+
 // a − b and a × b of unchecked numbers, saturating on overflow.
 inline int64_t saturating_difference(int64_t a, int64_t b) {
     int64_t out;

@@ -1,4 +1,4 @@
-// Hadamard rotation and channel scales of K/V caches: applied to appended rows and queries, undone in outputs.
+// Hadamard rotation and channel scales of caches: applied to appended rows and queries, undone in outputs.
 #pragma once
 
 #include "numbers.h"
@@ -31,8 +31,8 @@ inline void apply_signs(const RowTransform& t, Addresses at, float* x, int64_t n
 }
 
 inline void rotate_row(const RowTransform& t, Addresses at, float* x, int64_t n) {
-    if (t.signs < 0) return;
-    apply_signs(t, at, x, n);
+    if (t.block == 0) return;
+    if (t.signs >= 0) apply_signs(t, at, x, n);
     normalized_block_hadamard(x, n, t.block);
 }
 

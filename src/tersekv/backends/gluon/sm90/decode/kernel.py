@@ -336,8 +336,9 @@ def mainloop_step(
 # ---- mainloop: online softmax with lazy rescaling, 17 to 32 query rows ----
 # A row's row_max is raised only where P would overflow fp16, which is rare; else nothing is rescaled. row_max and
 # row_sum are kept for each lane that holds keys of a row, [HEADS_PER_CTA, 8, BLOCK_M]; lanes exchange a maximum only
-# where one is raised, so a row's lanes agree on row_max, and keep a row_sum each. For 4-bit codes, the costliest to unpack, a warp has all 32 rows (`kernel_producer_warp`): then the accumulator takes half
-# of its registers, the query stays in shared memory, and an n_block has 16 keys.
+# where one is raised, so a row's lanes agree on row_max, and keep a row_sum each. For 4-bit
+# codes, the costliest to unpack, a warp has all 32 rows (`kernel_producer_warp`): then the accumulator takes half of
+# its registers, the query stays in shared memory, and an n_block has 16 keys.
 
 
 @gluon.jit
@@ -354,8 +355,7 @@ def broadcast_by_lane(x, like):
 
 @gluon.jit
 def rescale_acc_if_flagged(acc_o, rescale, flag, tile_cfg: gl.constexpr):
-    """Returns an accumulator [HEADS_PER_CTA, 16 or 32, BLOCK_M] times each row's rescale; flag: a row_max was raised, else
-    nothing is multiplied."""
+    """Returns an accumulator [HEADS_PER_CTA, 16 or 32, BLOCK_M] times each row's rescale; flag: one was raised."""
     x = view_by_lane(acc_o)
     scales, x = gl.broadcast(broadcast_by_lane(rescale, x), x)
     flags, x = gl.broadcast(broadcast_by_lane(flag, x), x)

@@ -139,7 +139,7 @@ def gather_latents_kernel(
         tl.store(MAY_HAVE_NAN + i_row, 1)
     else:
         tl.store(MAY_HAVE_NAN + i_row, tl.max((latent != latent).to(tl.int32), 0))
-    # Store codes and scales, or 16-bit latents; then the rotary part. Rows that do not exist are 0, and their scales too.
+    # Store codes and scales, or 16-bit latents; then the rotary part. Missing rows are 0, and their scales too.
     if SCALES_OUT is not None:
         codes, scale = quantize_latent_codes_and_group_scales(latent, L_PAD, NATIVE_FP8_CAST)
         o_g = tl.arange(0, L_PAD // GROUP)
