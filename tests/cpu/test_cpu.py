@@ -468,7 +468,7 @@ def test_the_native_kernels_are_taken_first_on_a_cpu(native):
 @needs_compiler
 def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
     target = tmp_path / "_native.so"
-    assert build.build_library_and_return_levels(target, levels=("plain",), flags=("-O0",)) == ["plain"]
+    assert build.build_library_and_return_levels(target, only_levels=("plain",), extra_flags=("-O0",)) == ["plain"]
     monkeypatch.setattr(build, "LIBRARY", target)
     library.library_or_reason.cache_clear()
     try:

@@ -233,7 +233,7 @@ def test_what_the_driver_refuses_is_told(refused, compiled):
 
 def test_a_later_launch_that_the_driver_refuses():
     one, x = launch.CompiledKernel(store_kernel), rows(1)
-    one.compile_and_launch((1, 1, 1), (x,))
+    one.compile_launch_and_keep_launcher((1, 1, 1), (x,))
     with pytest.raises(RuntimeError, match="Triton Error") as raised:
         one.relaunch([*one.leading_args((1, 70000, 1)), x.data_ptr()])
     assert raised.value.kernel == "store_kernel"

@@ -30,13 +30,13 @@ def launched(monkeypatch):
         self._compiled, self._fixed = object(), (name, *[None] * 5)
         self._run = lambda *args: runs.append(args)
         described = [x for x in args if isinstance(x, TensorDescriptor | GluonDescriptor)]
-        encoded = dict(zip(map(id, described), self.encode_tensor_maps(*described), strict=True))
+        encoded = dict(zip(map(id, described), self.launcher_args_of_tensor_maps(described), strict=True))
         values = [encoded.get(id(x), (x.data_ptr() if hasattr(x, "data_ptr") else x,)) for x in args]
         runs.append((*grid, 77, *self._fixed, *(x for one in values for x in one)))
 
-    monkeypatch.setattr(launch.CompiledKernel, "compile_and_launch", first)
+    monkeypatch.setattr(launch.CompiledKernel, "compile_launch_and_keep_launcher", first)
     monkeypatch.setattr(
-        launch.CompiledKernel, "encode_tensor_maps", lambda self, *d: [(x.base.data_ptr(), "box") for x in d]
+        launch.CompiledKernel, "launcher_args_of_tensor_maps", lambda self, d: [(x.base.data_ptr(), "box") for x in d]
     )
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: 77, raising=False)
     part = torch.empty(SCRATCH)

@@ -76,5 +76,5 @@ def test_a_descriptor_that_the_driver_refuses():
     one._launcher = Launcher(print, (), 0, refuse)
     one._compiled = SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=[{}]))
     with pytest.raises(RuntimeError, match="invalid argument") as e:
-        one.encode_tensor_maps(SimpleNamespace())
+        one.launcher_args_of_tensor_maps([SimpleNamespace()])
     assert named(e) == "some_kernel"

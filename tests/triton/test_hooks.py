@@ -192,7 +192,7 @@ class Ways:
         ready = bind.bind_addresses([self.template] * 2, {"x": 0}) if self.bound else None
         if ready is None:
             self.template(SimpleNamespace(x=self.x))
-            self.template.launcher_args(SimpleNamespace(x=self.x))
+            self.template.launcher_args_without_addresses(SimpleNamespace(x=self.x))
         else:
             assert ready([self.x.data_ptr()])
         return [*self.events]

@@ -84,6 +84,6 @@ def test_a_first_launch_is_logged(caplog):
             return lambda *args, **options: None
 
     with caplog.at_level(logging.DEBUG, logger="tersekv"):
-        CompiledKernel(Kernel()).compile_and_launch((1,), ("an argument",))
+        CompiledKernel(Kernel()).compile_launch_and_keep_launcher((1,), ("an argument",))
     (line,) = [r.getMessage() for r in caplog.records]
     assert re.fullmatch(r"some_kernel ready after 0\.\d{3} s", line)

@@ -111,7 +111,9 @@ def test_descriptors_go_where_the_kernel_wants_them(monkeypatch):
     """As many arguments as each is encoded to, and encoded once for tensors at the same places."""
     compiled, made = Compiled(), []
     monkeypatch.setattr(
-        CompiledKernel, "encode_tensor_maps", lambda self, *d: made.append(d) or [(x, "box", "rows") for x in d]
+        CompiledKernel,
+        "launcher_args_of_tensor_maps",
+        lambda self, d: made.append(d) or [(x, "box", "rows") for x in d],
     )
     jitted = Jitted(compiled, "X", "K", "N", "V", "Y")
     arguments = {
@@ -132,7 +134,7 @@ def test_descriptors_go_where_the_kernel_wants_them(monkeypatch):
 
 
 def test_so_many_descriptors_are_kept_and_no_more(monkeypatch):
-    monkeypatch.setattr(CompiledKernel, "encode_tensor_maps", lambda self, *d: [(x,) for x in d])
+    monkeypatch.setattr(CompiledKernel, "launcher_args_of_tensor_maps", lambda self, d: [(x,) for x in d])
     monkeypatch.setattr(bind, "_MAX_TENSOR_MAPS", 2)
     template = KernelLaunch(Jitted(Compiled(), "X"), (7,), {"X": bind.TensorMapArg("x", id)})
     launches, tensors = LaunchSequence(template), [torch.zeros(4) for _ in range(4)]

@@ -153,9 +153,9 @@ def test_a_launch_uses_it_from_the_second_time_on(calls, monkeypatch):
     k, (x, y) = compiled(calls, DESCRIBED, METAS), descriptors()
     launch = CompiledKernel({(5, 6, 7): lambda *args, **options: k})
     t = torch.zeros(4)
-    launch.compile_and_launch((5, 6, 7), (t, x, y, 3))
+    launch.compile_launch_and_keep_launcher((5, 6, 7), (t, x, y, 3))
     assert not calls, "by Triton"
-    first, second = launch.encode_tensor_maps(x, y)
+    first, second = launch.launcher_args_of_tensor_maps([x, y])
     launch.relaunch([*launch.leading_args((5, 6, 7)), t.data_ptr(), *first, *second, 3])
     by_triton(k, t.data_ptr(), x, y, 3)
     assert plain(calls[0]) == plain(calls[1])

@@ -52,30 +52,30 @@ def make_kv_row_write(
     facts: CallFacts,
     k_or_v: str,
     tensor_name: str | None = None,
-    concatenated_tensor_name: str = "",
+    further_columns_tensor_name: str = "",
     apply_rope: bool = False,
 ) -> RowWrite:
     """Returns how rows are written to the cache of "k" or "v": of the tensors
-    `tensor_name` (default: `k_or_v`) and `concatenated_tensor_name`, their columns side by side."""
+    `tensor_name` (default: `k_or_v`) and `further_columns_tensor_name`, their columns side by side."""
     f, fmt, tensor_name = facts.f, pair_of(facts.f)["kv".index(k_or_v)], tensor_name or k_or_v
     scales = NO_TENSOR if getattr(f, f"{k_or_v}_scale_cache") is None else facts.strided_tensor(f"{k_or_v}_scale_cache")
     return make_quantized_row_write(
         facts, tensor_name, fmt, facts.strided_tensor(f"{k_or_v}_cache"), scales, facts.scale(f"{k_or_v}_scale"),
-        concatenated_tensor_name, apply_rope, facts.row_transform(k_or_v),
+        further_columns_tensor_name, apply_rope, facts.row_transform(k_or_v),
     )  # fmt: skip
 
 
 def make_quantized_row_write(
     facts: CallFacts, tensor_name: str, fmt: KVFormat, out_cache: StridedTensor, scale_cache: StridedTensor,
-    host_or_tensor_scale: Scale, concatenated_tensor_name: str = "",
+    host_or_tensor_scale: Scale, further_columns_tensor_name: str = "",
     apply_rope: bool = False, row_transform: RowTransform = NO_TRANSFORM,
 ) -> RowWrite:  # fmt: skip
     """Returns how rows are quantized to a format and written to a cache."""
     f = facts.f
-    x, y = getattr(f, tensor_name), getattr(f, concatenated_tensor_name) if concatenated_tensor_name else None
+    x, y = getattr(f, tensor_name), getattr(f, further_columns_tensor_name) if further_columns_tensor_name else None
     return RowWrite(
         facts.strided_tensor(tensor_name),
-        facts.strided_tensor(concatenated_tensor_name) if y is not None else NO_TENSOR,
+        facts.strided_tensor(further_columns_tensor_name) if y is not None else NO_TENSOR,
         x.shape[-1], 0 if y is None else y.shape[-1], apply_rope, x.shape[1] if len(x.shape) == 3 else 1, True,
         out_cache, CODES[fmt.code], _KINDS[fmt.scale], scale_cache, fmt.scale_block or 0, fmt.scales(x.shape[-1]),
         fmt.tail, host_or_tensor_scale, row_transform, NO_NORM, 0, 0, NO_WEIGHTS,

@@ -47,13 +47,13 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts, (k_format, v_format) = CallFacts(f, TENSORS), pair_of(f)
-    record = attention_record_without_kv(
+    record = attention_record_of_requests_and_outputs(
         facts, num_kv_heads=f.k_cache.shape[2], group=f.q.shape[1] // f.k_cache.shape[2]
     )
     keys = _paged_matrix_record(facts, "k", k_format, f.q.shape[2])
     keys.query = facts.strided_tensor("q")
     values = _paged_matrix_record(facts, "v", v_format, f.out.shape[2])
-    add_key_set(record, facts, [keys], [values], f.k_cache.shape, facts.scale("k_scale"), facts.scale("v_scale"))
+    add_key_set(record, facts, [keys], [values], f.k_cache.shape[:2], facts.scale("k_scale"), facts.scale("v_scale"))
     record.query_dtype = facts.dtype("q")
     record.mask, record.window, record.sinks = facts.index_tensor("mask"), f.window, facts.at("sinks")
     record.softcap = f.softcap
@@ -66,7 +66,7 @@ def configure(f: SimpleNamespace) -> NativeLaunch:
     return NativeLaunch("attention", record, TENSORS)
 
 
-def attention_record_without_kv(facts: CallFacts, num_kv_heads: int, group: int) -> Attention:
+def attention_record_of_requests_and_outputs(facts: CallFacts, num_kv_heads: int, group: int) -> Attention:
     """Returns a record with the requests and outputs that all attention operations share."""
     f, record = facts.f, Attention()
     record.heads, record.group = num_kv_heads, group
@@ -84,9 +84,9 @@ def attention_record_without_kv(facts: CallFacts, num_kv_heads: int, group: int)
 
 def add_key_set(
     record: Attention, facts: CallFacts, key_matrices: Sequence[PagedMatrix], value_matrices: Sequence[PagedMatrix],
-    cache_shape: Sequence[int], k_scale: Scale, v_scale: Scale, tensor_prefix: str = "",
+    num_pages_and_page_size: Sequence[int], k_scale: Scale, v_scale: Scale, tensor_prefix: str = "",
 ) -> None:  # fmt: skip
-    """Add a set of keys to a record. cache_shape: [P, S, …]; tensor_prefix: of the names of its tensors."""
+    """Add a set of keys to a record. tensor_prefix: of the names of its tensors."""
     table = getattr(facts.f, f"{tensor_prefix}page_table")
     added: KeySet = record.sets[record.num_sets]
     record.num_sets += 1
@@ -95,7 +95,7 @@ def add_key_set(
         for i in range(2):
             to[i] = found[i] if i < len(found) else NO_MATRIX
     added.page_table = facts.index_tensor(f"{tensor_prefix}page_table")
-    added.num_pages, added.page_size = cache_shape[:2]
+    added.num_pages, added.page_size = num_pages_and_page_size
     if table is not None:
         record.requests, added.max_pages = table.shape
     added.k_scale, added.v_scale = k_scale, v_scale

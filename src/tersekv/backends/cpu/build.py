@@ -46,22 +46,27 @@ def sources_hash() -> str:
 
 
 def build_library_and_return_levels(
-    target: Path = LIBRARY, compiler: str | None = None, flags: Sequence[str] = (), levels: Sequence[str] = ()
+    target: Path = LIBRARY,
+    compiler: str | None = None,
+    extra_flags: Sequence[str] = (),
+    only_levels: Sequence[str] = (),
 ) -> list[str]:
     """Compile and link `target`. Returns the levels in it. Raises RuntimeError with the compiler's message.
 
-    A level that the compiler does not support is left out; `levels` restricts the levels, `plain` always included.
+    A level that the compiler does not support is left out; `only_levels` restricts the levels, `plain` always included.
     """
     found = compiler or next(filter(None, map(shutil.which, _COMPILERS)), None)
     if found is None:
         raise RuntimeError(f"no C++ compiler was found, of {', '.join(_COMPILERS)}")
-    wanted = {name: known for name, known in _LEVELS.items() if name == "plain" or not levels or name in levels}
+    wanted = {
+        name: known for name, known in _LEVELS.items() if name == "plain" or not only_levels or name in only_levels
+    }
     with tempfile.TemporaryDirectory() as folder:
         objects = {name: str(Path(folder) / f"{name}.o") for name in wanted}
 
         def compile_and_return_error(name: str) -> str:
             """Returns the compiler's error, or ""."""
-            command = [*_FLAGS, *flags, *wanted[name], f"-DLEVEL={name}", str(SOURCES / "kernels.cpp")]
+            command = [*_FLAGS, *extra_flags, *wanted[name], f"-DLEVEL={name}", str(SOURCES / "kernels.cpp")]
             return _run_and_return_error([found, "-c", *command, "-o", objects[name]])
 
         with ThreadPoolExecutor() as pool:
@@ -75,7 +80,9 @@ def build_library_and_return_levels(
         # Linked under another name and renamed atomically: another process may have the old library loaded.
         part = target.with_name(f"{target.name}.{os.getpid()}")
         parts = [*others, *(objects[name] for name in made)]
-        complaint = _run_and_return_error([found, "-shared", *_FLAGS, *flags, *told, *parts, "-lm", "-o", str(part)])
+        complaint = _run_and_return_error(
+            [found, "-shared", *_FLAGS, *extra_flags, *told, *parts, "-lm", "-o", str(part)]
+        )
         if complaint:
             raise RuntimeError(complaint)
         os.replace(part, target)

@@ -177,13 +177,13 @@ def _raise_reported_fault(report: Report, record: Attention | IndexScores) -> No
         6: f"seq_lens: want at most {x} before the new tokens (max_pages * S), got {y} at {b}",
     }
     if isinstance(record, Attention) and report.fault >= _FIRST_OF_LISTS:
-        raise ValueError(_key_list_fault_message(report, record))
+        raise ValueError(_out_of_range_key_list_message(report, record))
     if report.fault not in messages:
         raise MemoryError("no memory for the tiles of an attention")
     raise ValueError(messages[report.fault])
 
 
-def _key_list_fault_message(report: Report, record: Attention) -> str:
+def _out_of_range_key_list_message(report: Report, record: Attention) -> str:
     of, by_slot = "extra." if report.request else "", record.sets[report.request].page_table.tensor < 0
     (x, y), at = report.values, [i for i in report.at if i >= 0]
     entries = f"slots below {x} (P * S)" if by_slot else f"positions below {x} (max_pages * S)"

@@ -21,7 +21,7 @@ from tersekv.formats import (
 )
 
 from . import library
-from .attention import add_key_set, attention_record_without_kv
+from .attention import add_key_set, attention_record_of_requests_and_outputs
 from .library import BoundLaunch, NativeLaunch
 from .records import (
     CODES,
@@ -58,7 +58,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts = CallFacts(f, _TENSORS)
-    record = attention_record_without_kv(facts, num_kv_heads=1, group=f.q_nope.shape[1])
+    record = attention_record_of_requests_and_outputs(facts, num_kv_heads=1, group=f.q_nope.shape[1])
     record.query_dtype = facts.dtype("q_nope")
     record.sinks, record.lse_of_keys = facts.at("sinks"), f.lse_of_keys
     record.max_logits = facts.strided_tensor("max_logits")
@@ -70,17 +70,17 @@ def configure(f: SimpleNamespace) -> NativeLaunch:
 
 def _add_latent_key_set(record: Attention, facts: CallFacts, format: str, tensor_prefix: str) -> None:
     f, fmt = facts.f, latent_format(format)
-    latent = _latent_codes_and_bf16_tail(facts, fmt, tensor_prefix)
+    latent = _latent_and_bf16_tail_matrices(facts, fmt, tensor_prefix)
     keys = list(latent)
     if f.kpe.shape[-1]:
         rotary, dtype = facts.strided_tensor(f"{tensor_prefix}kpe", has_heads=False), DTYPES[rope_dtype(fmt)]
         keys.append(paged_matrix(rotary, dtype, f.kpe.shape[-1], facts.strided_tensor("q_pe")))
     # Only a per-tensor scale applies to the rotary part.
     scale = facts.scale(f"{tensor_prefix}kv_scale") if fmt.scale == TENSOR else Scale(1.0, NONE, 0)
-    add_key_set(record, facts, keys, latent, getattr(f, f"{tensor_prefix}ckv").shape, scale, scale, tensor_prefix)
+    add_key_set(record, facts, keys, latent, getattr(f, f"{tensor_prefix}ckv").shape[:2], scale, scale, tensor_prefix)
 
 
-def _latent_codes_and_bf16_tail(facts: CallFacts, fmt: KVFormat, tensor_prefix: str) -> list[PagedMatrix]:
+def _latent_and_bf16_tail_matrices(facts: CallFacts, fmt: KVFormat, tensor_prefix: str) -> list[PagedMatrix]:
     """Returns a row's codes, and what lies behind them in 16 bits."""
     codes, q = facts.strided_tensor(f"{tensor_prefix}ckv", has_heads=False), facts.strided_tensor("q_nope")
     columns = facts.f.out.shape[-1] - fmt.tail

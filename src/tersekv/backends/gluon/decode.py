@@ -11,7 +11,11 @@ import torch
 
 from ...formats import BATCH_INVARIANCE, BLOCK, pair_of
 from ..host import launch
-from ..host.attention_launches import attention_launches, output_and_workspace_args, split_pass_args_without_q_and_kv
+from ..host.attention_launches import (
+    attention_launches,
+    output_and_workspace_args,
+    page_table_lengths_and_softmax_scale_args,
+)
 from ..host.bind import HostAction, KernelLaunch, LaunchSequence, TensorMapArg, stride_args, tensor_args
 from ..host.kernel_config import KernelConfig
 from ..triton.decode import config as portable_tune
@@ -283,7 +287,11 @@ def _split_pass_args(f: SimpleNamespace, tensor_map_specs: dict[str, TensorMapSp
         "stride_mask_t": f.mask.stride[0] if f.mask is not None else 0,
     }
     return (
-        split_pass_args_without_q_and_kv(f) | tensors | tensor_map_args | scalar_args | stride_args(f.q, stride_q_="th")
+        page_table_lengths_and_softmax_scale_args(f)
+        | tensors
+        | tensor_map_args
+        | scalar_args
+        | stride_args(f.q, stride_q_="th")
     )
 
 

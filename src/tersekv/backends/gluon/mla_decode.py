@@ -11,7 +11,11 @@ import torch
 
 from ...formats import LATENT_SINKS, LISTS, LSE_OF_KEYS, UE8M0, latent_format
 from ..host import launch
-from ..host.attention_launches import attention_launches, output_and_workspace_args, split_pass_args_without_q_and_kv
+from ..host.attention_launches import (
+    attention_launches,
+    output_and_workspace_args,
+    page_table_lengths_and_softmax_scale_args,
+)
 from ..host.bind import (
     BoundLaunches,
     HostAction,
@@ -161,7 +165,7 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
     kernel, outputs = _select_kernel(is_16_bit, config), output_and_workspace_args(f) | tensor_args(SINKS="sinks")
     arguments = (
         portable.kv_scale_and_query_tensor_args(f)
-        | split_pass_args_without_q_and_kv(f)
+        | page_table_lengths_and_softmax_scale_args(f)
         | outputs
         | _tensor_map_and_oob_row_args(f, cfg, cache_matrices)
     )

@@ -25,7 +25,7 @@ def has_no_work(f: SimpleNamespace) -> bool:
     return 0 in f.out.shape or f.seq_lens.shape[0] == 0 or (lists is not None and lists.shape[-1] == 0)
 
 
-def split_pass_args_without_q_and_kv(f: SimpleNamespace) -> dict[str, Any]:
+def page_table_lengths_and_softmax_scale_args(f: SimpleNamespace) -> dict[str, Any]:
     """Returns the arguments of a split pass other than queries and caches."""
     tensors = tensor_args(
         PAGE_TABLE="page_table", SEQ_LENS="seq_lens", CU_SEQLENS_Q="cu_seqlens_q", SOFTMAX_SCALE="softmax_scale_t"
@@ -75,7 +75,7 @@ def epilogue_and_softmax_scale_constants(f: SimpleNamespace) -> dict[str, Any]:
     }
 
 
-def kernel_choice_facts(f: SimpleNamespace, q_len_if_batch_invariant: int = 1) -> SimpleNamespace:
+def facts_for_kernel_choice(f: SimpleNamespace, q_len_if_batch_invariant: int = 1) -> SimpleNamespace:
     """Returns the facts by which kernels are chosen; batch invariant calls get none that depend on other requests.
 
     q_len_if_batch_invariant: query rows of a request to choose the kernel for in that case

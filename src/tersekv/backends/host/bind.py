@@ -138,27 +138,27 @@ class KernelLaunch:
         """Launch with the tensors of a call and of its workspace."""
         if not self.launch.compiled:
             values = (x.resolve(call) if isinstance(x, (TensorArg, TensorMapArg)) else x for x in self._arguments)
-            self.launch.compile_and_launch(self.grid, tuple(values))
+            self.launch.compile_launch_and_keep_launcher(self.grid, tuple(values))
             return
-        args = self.launcher_args(call).copy()
+        args = self.launcher_args_without_addresses(call).copy()
         assert self.address_slots is not None
         for place, name, offset in self.address_slots:
             args[place] = getattr(call, name).data_ptr() + offset
         self.launch.relaunch(args)
 
-    def launcher_args(self, call: Any) -> list:
+    def launcher_args_without_addresses(self, call: Any) -> list:
         """Returns the argument list of a compiled launch for these tensors. Tensor maps are encoded once and kept."""
         key = tuple(getattr(call, name).data_ptr() for name in self.mapped_tensors)
         found = self.prepared.get(key)
         if found is None:
             if len(self.prepared) >= _MAX_TENSOR_MAPS:
                 self.prepared.clear()
-            found = self.prepared[key] = self._encode_launcher_args(call)
+            found = self.prepared[key] = self._encode_launcher_args_without_addresses(call)
         return found
 
-    def _encode_launcher_args(self, call: Any) -> list:
-        mapped_tensors = [x.resolve(call) for x in self._arguments if isinstance(x, TensorMapArg)]
-        encoded = iter(self.launch.encode_tensor_maps(*mapped_tensors) if mapped_tensors else ())
+    def _encode_launcher_args_without_addresses(self, call: Any) -> list:
+        mapped_tensors = tuple(x.resolve(call) for x in self._arguments if isinstance(x, TensorMapArg))
+        encoded = iter(self.launch.launcher_args_of_tensor_maps(mapped_tensors) if mapped_tensors else ())
         args, address_slots = self.launch.leading_args(self.grid), []
         for x in self._arguments:
             if isinstance(x, TensorMapArg):
@@ -251,7 +251,7 @@ class LaunchSequence:
             template(tensors)
         if self._bound is None and self.kernel_launches and all(t.launch.compiled for t in self.kernel_launches):
             for template in self.kernel_launches:
-                template.launcher_args(tensors)
+                template.launcher_args_without_addresses(tensors)
             names = sorted(
                 {n for t in self.kernel_launches for n in t.tensor_names() if getattr(call, n, None) is not None}
             )
@@ -299,7 +299,7 @@ def bind_addresses(
     num_floats = 0 if workspace is None else workspace.num_floats
     allocate = cached_workspace if workspace is None or workspace.cached else _allocate
 
-    def try_launch_all(addresses: list[int]) -> bool:
+    def launch_all_if_tensor_maps_are_encoded(addresses: list[int]) -> bool:
         stream = torch._C._cuda_getCurrentRawStream(index)
         if num_floats:
             memory = allocate(num_floats, device, stream)
@@ -331,7 +331,7 @@ def bind_addresses(
                 raise
         return True
 
-    return try_launch_all
+    return launch_all_if_tensor_maps_are_encoded
 
 
 def _address_getter(places: list[int]) -> Callable[[list[int]], tuple[int, ...]]:

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...formats import BLOCK, GROUP, INDEX, NONE, STORED_FORMATS, TENSOR, TOKEN_HEAD, UE8M0
 from .cache_keys import hash_callees_first_for_stable_cache_key
-from .versions import compiler_options_equal_on_all_versions, make_launcher_record
+from .versions import make_launcher_record, version_independent_compiler_options
 
 _log = logging.getLogger("tersekv")
 absent_num_sms = 132  # of a chip that is planned for and not there: Hopper's
@@ -134,7 +134,7 @@ class CompiledKernel:
     __slots__ = ("_compiled", "_device", "_fixed", "_hooks_index", "_launcher", "_run", "fn", "options")
 
     def __init__(self, fn: Any, **options: Any) -> None:
-        self.fn, self.options = fn, compiler_options_equal_on_all_versions(fn) | options
+        self.fn, self.options = fn, version_independent_compiler_options(fn) | options
         self._compiled: Any = None
         self._launcher: Any = None
         self._run: Any = None
@@ -179,7 +179,7 @@ class CompiledKernel:
         metadata = self._compiled.launch_metadata(tuple(args[:3]), args[3])
         args[i_hooks : i_hooks + 3] = metadata, _runtime.launch_enter_hook, _runtime.launch_exit_hook
 
-    def compile_and_launch(self, grid: tuple[int, ...], args: tuple) -> None:
+    def compile_launch_and_keep_launcher(self, grid: tuple[int, ...], args: tuple) -> None:
         """Compile and launch through Triton; keep the launcher for later launches."""
         start = time.perf_counter()
         hash_callees_first_for_stable_cache_key(self.fn)
@@ -197,7 +197,7 @@ class CompiledKernel:
         self._hooks_index = self._launcher.hooks_index
         self._compiled = k  # last: another thread may read it
 
-    def encode_tensor_maps(self, *descriptors: TensorDescriptor) -> list[tuple]:
+    def launcher_args_of_tensor_maps(self, descriptors: Sequence[TensorDescriptor]) -> list[tuple]:
         """Returns all tensor descriptors of the kernel as launcher arguments, for the second launch on.
 
         Encoded once instead of at every launch, if Triton's launcher is known.

@@ -33,7 +33,7 @@ def triton_release_of_torch(version: str) -> str:
     return f"{major}.{minor}"
 
 
-def compiler_options_equal_on_all_versions(fn: Any) -> dict[str, Any]:
+def version_independent_compiler_options(fn: Any) -> dict[str, Any]:
     """Returns the compiler options set on every version, whatever its defaults, so that all compile kernels alike.
 
     Triton 3.10 will no longer fuse multiply-adds by default. From 3.7 on it sets ptxas's register allocation to level
@@ -63,14 +63,14 @@ class Launcher(NamedTuple):
 def make_launcher_record(compiled: Any) -> Launcher:
     """Returns Triton's C launcher without its Python wrapper; the whole launcher where the wrapper is unknown."""
     try:
-        found = _c_launcher_or_none(compiled)
+        found = _c_launcher_record_or_none(compiled)
     except Exception as e:  # an unknown launcher
         _log.debug("Triton's launcher is called as it is: %s: %s", type(e).__name__, e)
         found = None
     return found or Launcher(compiled.run, (compiled.function, compiled.packed_metadata, None, None, None), 6, None)
 
 
-def _c_launcher_or_none(compiled: Any) -> Launcher | None:
+def _c_launcher_record_or_none(compiled: Any) -> Launcher | None:
     run = compiled.run
     if run.global_scratch_size or run.profile_scratch_size:  # Triton's Python allocates them at each launch
         return None
@@ -93,7 +93,7 @@ def _c_launcher_or_none(compiled: Any) -> Launcher | None:
         launch(*args[:n], args[n:])
 
     def encode(descriptors: Sequence[Any], metas: Sequence[Any]) -> list[tuple]:
-        return [_encode_tensor_map(d, [m], n, packed) for d, m in zip(descriptors, metas, strict=True)]
+        return [_tensor_map_kernel_args(d, [m], n, packed) for d, m in zip(descriptors, metas, strict=True)]
 
     return Launcher(pack if packed else launch, fixed_args, hooks_index, encode)
 
@@ -127,7 +127,9 @@ def _probe_launcher_argument_order(run: Any) -> tuple[tuple, bool] | None:
     return (before, packed) if ids[told : told + 3] == [TOLD, ENTER, LEAVE] else None
 
 
-def _encode_tensor_map(descriptor: Any, tensordesc_meta: list, num_leading_args: int, args_are_packed: bool) -> tuple:
+def _tensor_map_kernel_args(
+    descriptor: Any, tensordesc_meta: list, num_leading_args: int, args_are_packed: bool
+) -> tuple:
     """Returns the kernel arguments of a tensor descriptor, as Triton's own wrapper of the C function makes them."""
     from triton.backends.nvidia.driver import wrap_handle_tensordesc
 

@@ -72,7 +72,7 @@ struct AppendRun {
         if (page >= 0 && page < c.num_pages) slot.page = page, slot.entry = position % c.page_size;
     }
 
-    float quantizing_multiplier(const RowWrite& row_write, int64_t head) const {
+    float multiplier_from_value_or_scale_tensor(const RowWrite& row_write, int64_t head) const {
         if (row_write.multiplier.tensor < 0) return static_cast<float>(row_write.multiplier.value);
         float given = load<float>(at[row_write.multiplier.tensor] + 4 * head * row_write.multiplier.stride);
         return c.scales_quantize ? given : 1.0f / given;
@@ -86,7 +86,7 @@ struct AppendRun {
                 for (int64_t i = 0; i < n; i++) row_buffer[i] = 0.0f;
             } else {
                 load_and_transform_row(row_write, token, head, slot, row_buffer);
-                float by = quantizing_multiplier(row_write, head);
+                float by = multiplier_from_value_or_scale_tensor(row_write, head);
                 for (int64_t i = 0; i < n; i++) row_buffer[i] *= by;
             }
             float scale = row_write.scale_kind == INDEX_SCALE ? divide_by_pow2_scale_and_return_scale(row_buffer, n) : 1.0f;
@@ -105,12 +105,12 @@ struct AppendRun {
         switch (row_write.scale_kind) {
             case NO_SCALE: return write_floats(row_buffer, row_write.out_dtype, out, n);
             case TENSOR_SCALE: {
-                float by = quantizing_multiplier(row_write, head);
+                float by = multiplier_from_value_or_scale_tensor(row_write, head);
                 for (int64_t i = 0; i < n; i++) row_buffer[i] *= by;
                 return write_floats(row_buffer, row_write.out_dtype, out, n);
             }
             case ROW_SCALE:
-                if (row_write.out_dtype == INT4) return store(address_in(row_write.scales), quantize_int4_row_and_return_scale_and_zero(row_buffer, n, code_buffer, out));
+                if (row_write.out_dtype == INT4) return store(address_in(row_write.scales), quantize_int4_row_and_return_scale_zero_word(row_buffer, n, code_buffer, out));
                 return store(address_in(row_write.scales), quantize_row_by_abs_max_and_return_scale(row_buffer, n, row_write.out_dtype, out));
             case BLOCK_SCALE: return quantize_and_store_nvfp4_row(row_write, head, row_buffer, n, code_buffer, out, address_in(row_write.scales));
             case UE8M0_SCALE: return quantize_and_store_ue8m0_row_with_bf16_tail(row_write, row_buffer, n, out, address_in(row_write.scales));
@@ -199,7 +199,7 @@ struct AppendRun {
     }
 
     void quantize_and_store_nvfp4_row(const RowWrite& row_write, int64_t head, float* x, int64_t n, uint8_t* codes, char* out, char* scales) const {
-        float by = quantizing_multiplier(row_write, head), whole;
+        float by = multiplier_from_value_or_scale_tensor(row_write, head), whole;
         if (row_write.multiplier.tensor >= 0 && !c.scales_quantize)
             whole = load<float>(at[row_write.multiplier.tensor] + 4 * head * row_write.multiplier.stride);
         else
@@ -219,7 +219,7 @@ struct AppendRun {
     }
 
     // Returns the stored scale, with the zero point in its four lowest bits.
-    float quantize_int4_row_and_return_scale_and_zero(const float* x, int64_t n, uint8_t* codes, char* out) const {
+    float quantize_int4_row_and_return_scale_zero_word(const float* x, int64_t n, uint8_t* codes, char* out) const {
         float least = c.widen ? 0.0f : -NEGATIVE_INFINITY, most = c.widen ? 0.0f : NEGATIVE_INFINITY;
         for (int64_t i = 0; i < n; i++) {  // NaN is ignored
             least = x[i] < least ? x[i] : least;

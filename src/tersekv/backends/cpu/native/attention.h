@@ -101,7 +101,7 @@ struct AttentionItem {
         : c(call), at(addresses), tiles(call, item.small_m), set(call.sets[item.set]) {}
 
     // Computes the state of all rows of an item, head by head.
-    void attend_work_item(const WorkItem& item, const Request& request, const State& state) {
+    void attend_work_item_into_state(const WorkItem& item, const Request& request, const State& state) {
         MaskArgs mask_args = mask_args_of(request);
         int64_t all_rows = item.heads * item.rows;
         memset(state.values, 0, all_rows * state.stride * sizeof(float));
@@ -166,10 +166,10 @@ private:
 
     // Packs the queries, rotated for pages, or unrotated for new rows.
     void pack_queries(const WorkItem& item, const Request& request) {
-        for (int64_t h = 0; h < item.heads; h++) pack_queries(item, request, h);
+        for (int64_t h = 0; h < item.heads; h++) pack_queries_of_head(item, request, h);
     }
 
-    void pack_queries(const WorkItem& item, const Request& request, int64_t h) {
+    void pack_queries_of_head(const WorkItem& item, const Request& request, int64_t h) {
         uint32_t* out = queries_of(item, h);
         if (tiles.small_m) memset(out, 0, MAX_SMALL_M * tiles.query_row_words * 4);
         for (int64_t m = 0; m < item.rows; m++) {
@@ -244,8 +244,8 @@ private:
     // Returns whether values are the keys' rows again, codes or scales: what was loaded as keys is there.
     bool is_latent() const { return values->codes.tensor == keys->codes.tensor; }
 
-    // Returns the part of the next tile's rows, of all heads, to prefetch during this tile's h-th head.
-    RowPrefetcher prefetcher_of_next_tile_part(const WorkItem& item, int read, int64_t h, const TilePosition& position) const {
+    // Returns the part of the next tile's rows, of all heads, to prefetch during this tile's head i_part.
+    RowPrefetcher prefetcher_of_next_tile_part(const WorkItem& item, int read, int64_t i_part, const TilePosition& position) const {
         const StridedTensor& p = tensor_of(read);
         const PagedMatrix& m = matrix_of(read);
         bool of_values = read == VALUES || read == MORE_VALUES || read == VALUE_SCALES;
@@ -254,8 +254,8 @@ private:
         int64_t row = m.columns * bits_of(m.dtype) / 8;
         if (read >= KEY_SCALES) row = m.columns / m.width * (m.scale_dtype == F32 ? 4 : 1);
         int64_t bytes = (item.heads - 1) * p.strides[2] + row;
-        return {base_of(read) + item.head * p.strides[2], offset[position.buffer ^ 1][read], h * position.next / item.heads,
-                (h + 1) * position.next / item.heads, 0, bytes};
+        return {base_of(read) + item.head * p.strides[2], offset[position.buffer ^ 1][read], i_part * position.next / item.heads,
+                (i_part + 1) * position.next / item.heads, 0, bytes};
     }
 
     void attend_tile(const WorkItem& item, const MaskArgs& mask_args, const TilePosition& position, int64_t h, const State& state) {

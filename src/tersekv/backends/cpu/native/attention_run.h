@@ -78,9 +78,9 @@ private:
         return columns * (item.end - item.begin) * item.heads * (item.rows + CONVERSION);
     }
 
-    // Calls f(items) with the unsplit items of each m_block, one a set; one without keys only if none has any.
+    // Calls on_items_and_count(items, n) with the unsplit items of each m_block, one a set; one without keys only if none has any.
     template <class F>
-    void for_each_m_block(F f) const {
+    void for_unsplit_items_of_each_m_block(F on_items_and_count) const {
         for (int64_t b = 0; b < num_requests; b++)
             for (int64_t i = 0; i < num_m_blocks(requests[b]); i++) {
                 WorkItem of_sets[2];
@@ -88,7 +88,7 @@ private:
                 for (int64_t set = 0; set < c.num_sets; set++)
                     if (!set || requests[b].extra_keys > 0) of_sets[n++] = make_unsplit_item(b, i, set);
                 bool nothing = n > 1 && of_sets[0].end <= of_sets[0].begin;
-                f(of_sets + nothing, n - nothing);
+                on_items_and_count(of_sets + nothing, n - nothing);
             }
     }
 
@@ -96,7 +96,7 @@ private:
         num_requests = has_lists(c) ? c.rows * c.sets[0].lists.heads : c.requests;
         requests = reinterpret_cast<Request*>(cached_buffer(FOR_REQUESTS, num_requests * sizeof(Request) + 64));
         if (requests == nullptr) return report.fault = NO_MEMORY, false;
-        if (!(has_lists(c) ? read_and_check_lists() : read_and_check_requests())) return false;
+        if (!(has_lists(c) ? read_checked_lists_and_store_empty_rows() : read_checked_requests_and_store_empty_rows())) return false;
         int64_t longest = 0;
         for (int64_t b = 0; b < num_requests; b++)
             if (num_m_blocks(requests[b]) > 0 && requests[b].rows > longest) longest = requests[b].rows;
@@ -109,16 +109,16 @@ private:
         worth = wanted < threads - 1 ? static_cast<int64_t>(wanted) + 1 : threads;
         work_of_split = worth > 1 ? total / (worth * ITEMS_PER_THREAD) : total;
         num_items = num_splits_total = num_combines = 0;
-        for_each_m_block([&](const WorkItem* of_sets, int64_t n) { count_items_of_m_block(of_sets, n); });
+        for_unsplit_items_of_each_m_block([&](const WorkItem* of_sets, int64_t n) { count_items_of_m_block(of_sets, n); });
         if (!allocate_items_and_states()) return report.fault = NO_MEMORY, false;
         num_items = num_splits_total = num_combines = 0;
-        for_each_m_block([&](const WorkItem* of_sets, int64_t n) { append_items_of_m_block(of_sets, n); });
+        for_unsplit_items_of_each_m_block([&](const WorkItem* of_sets, int64_t n) { append_items_of_m_block(of_sets, n); });
         return true;
     }
 
     double total_work() const {
         double total = 0;
-        for_each_m_block([&](const WorkItem* of_sets, int64_t n) {
+        for_unsplit_items_of_each_m_block([&](const WorkItem* of_sets, int64_t n) {
             for (int64_t i = 0; i < n; i++) total += work_of_item(of_sets[i]) * num_head_sets(of_sets[i]);
         });
         return total;
@@ -197,7 +197,7 @@ private:
 
     // Reads and checks lengths, rows and pages, and stores the rows without keys. Lengths and offsets may be any
     // numbers until they are checked.
-    bool read_and_check_requests() {
+    bool read_checked_requests_and_store_empty_rows() {
         const KeySet& set = c.sets[0];
         int64_t next = 0, room = saturating_product(set.max_pages, set.page_size);
         for (int64_t b = 0; b < c.requests; b++) {
@@ -237,7 +237,7 @@ private:
     }
 
     // Makes a request of each row, or of each of its lists, and checks their entries.
-    bool read_and_check_lists() {
+    bool read_checked_lists_and_store_empty_rows() {
         int64_t lists = c.sets[0].lists.heads, b = 0, entries = 0;
         bool ragged = c.cu_seqlens_q.tensor >= 0;
         auto start = [&](int64_t i) { return ragged ? read_index(at[c.cu_seqlens_q.tensor], c.cu_seqlens_q.dtype, i) : i * c.max_q_len; };
@@ -258,7 +258,7 @@ private:
         parallel_for((num_requests + step - 1) / step, num_requests * entries > 2 * LIST_ENTRIES_OF_ITEM ? threads : 1, threads, check_lists_of_item, this);
         if (first_faulty_list < num_requests) {
             Request& r = requests[first_faulty_list];
-            for (int64_t i = 0; i < c.num_sets && report.fault == NO_FAULT; i++) check_list_and_count_keys(r, i, report);
+            for (int64_t i = 0; i < c.num_sets && report.fault == NO_FAULT; i++) check_list_and_return_visible_end(r, i, report);
             report.at[0] = r.row, report.at[1] = lists > 1 ? r.head : -1;
             return false;
         }
@@ -273,22 +273,22 @@ private:
         for (int64_t i = begin; i < end && i < self.num_requests; i++) {
             Request& r = self.requests[i];
             Report found = {};
-            r.keys = self.check_list_and_count_keys(r, 0, found);
-            r.extra_keys = self.c.num_sets > 1 ? self.check_list_and_count_keys(r, 1, found) : 0;
+            r.keys = self.check_list_and_return_visible_end(r, 0, found);
+            r.extra_keys = self.c.num_sets > 1 ? self.check_list_and_return_visible_end(r, 1, found) : 0;
             int64_t old = __atomic_load_n(&self.first_faulty_list, __ATOMIC_RELAXED);
             while (found.fault != NO_FAULT && i < old && !__atomic_compare_exchange_n(&self.first_faulty_list, &old, i, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
         }
     }
 
     // Returns the keys of a request's list, up to the last that is seen; `found` reports a wrong entry.
-    int64_t check_list_and_count_keys(const Request& r, int64_t i_set, Report& found) const {
+    int64_t check_list_and_return_visible_end(const Request& r, int64_t i_set, Report& found) const {
         const KeyLists& l = c.sets[i_set].lists;
         int64_t used = l.length;
         if (l.lens.tensor >= 0) {
             int64_t n = read_index(at[l.lens.tensor] + r.row * l.lens.strides[0] + r.head * l.lens.strides[1], l.lens_dtype, 0);
             used = n < used ? n : used;
         }
-        int64_t keys = used > 0 ? key_list_of_request(c, at, r, i_set).check_entries_and_count_keys(used, found) : 0;
+        int64_t keys = used > 0 ? key_list_of_request(c, at, r, i_set).check_entries_and_return_visible_end(used, found) : 0;
         if (keys < 0) found.request = i_set;
         return keys;
     }
@@ -309,10 +309,10 @@ private:
         if (memory == nullptr) return __atomic_store_n(&self.no_memory, true, __ATOMIC_RELAXED);
         attend.tiles.lay_out_and_return_bytes(memory, self.item_heads, self.max_rows);
         State state = item.state < 0 ? attend.tiles.item_state : self.state_of(item.state, attend.tiles.state_stride);
-        attend.attend_work_item(item, self.requests[item.request], state);
+        attend.attend_work_item_into_state(item, self.requests[item.request], state);
         if (item.state < 0) return self.normalize_and_store_outputs(item, state);
         // The last split to finish combines them all.
-        if (__atomic_sub_fetch(&self.remaining[item.combine], 1, __ATOMIC_ACQ_REL) == 0) self.combine_splits_and_store(item, state.stride);
+        if (__atomic_sub_fetch(&self.remaining[item.combine], 1, __ATOMIC_ACQ_REL) == 0) self.combine_split_states_and_store_outputs(item, state.stride);
     }
 
     State state_of(int64_t split, int64_t stride) const {
@@ -321,7 +321,7 @@ private:
     }
 
     // Combines the partial states of all splits into the first.
-    void combine_splits_and_store(const WorkItem& item, int64_t acc_row_stride) {
+    void combine_split_states_and_store_outputs(const WorkItem& item, int64_t acc_row_stride) {
         int64_t begin = first_split[item.combine], end = item.combine + 1 < num_combines ? first_split[item.combine + 1] : num_splits_total;
         State whole = state_of(begin, acc_row_stride);
         for (int64_t p = begin + 1; p < end; p++) {
@@ -339,21 +339,21 @@ private:
         normalize_and_store_outputs(item, whole);
     }
 
-    void normalize_and_store_outputs(const WorkItem& item, const State& final_state) {
+    void normalize_and_store_outputs(const WorkItem& item, const State& unrotated_state) {
         const Request& r = requests[item.request];
         for (int64_t h = 0; h < item.heads; h++) {
             float scale = scales_own_values(c) ? 1.0f : load_scale_or_host_value(c.sets[0].v_scale, at, item.head + h);
             float factor = scale * load_scale_or_host_value(c.out_scale, at, 0);
             for (int64_t m = 0; m < item.rows; m++) {
                 int64_t row = item.row + m, i = h * item.rows + m;
-                normalize_and_store_output_row_and_lse(r.row + row / c.group, (item.head + h) * c.group + row % c.group, final_state.values + i * final_state.stride,
-                    final_state.softmax[i], factor);
+                normalize_and_store_output_row_and_lse(r.row + row / c.group, (item.head + h) * c.group + row % c.group, unrotated_state.values + i * unrotated_state.stride,
+                    unrotated_state.softmax[i], factor);
             }
         }
     }
 
     // Stores an output row, acc_o / row_sum × v_and_out_scale, and its LSE. A sink is one more score with a zero value.
-    void normalize_and_store_output_row_and_lse(int64_t row, int64_t head, const float* acc_o, SoftmaxState softmax_state, float v_and_out_scale) {
+    void normalize_and_store_output_row_and_lse(int64_t row, int64_t head, const float* unrotated_acc_o, SoftmaxState softmax_state, float v_and_out_scale) {
         bool seen = softmax_state.total != 0.0f;  // a NaN row_sum counts as visible keys
         float total = softmax_state.total, top = softmax_state.top;
         if (seen && c.sinks >= 0) {
@@ -370,7 +370,7 @@ private:
         float by = seen ? v_and_out_scale / total : 0.0f, x[64];
         for (int64_t begin = 0; begin < columns; begin += 64) {
             int64_t n = columns - begin < 64 ? columns - begin : 64;
-            for (int64_t i = 0; i < n; i++) x[i] = seen ? acc_o[begin + i] * by : 0.0f;
+            for (int64_t i = 0; i < n; i++) x[i] = seen ? unrotated_acc_o[begin + i] * by : 0.0f;
             write_floats(x, c.out_dtype, out + begin * size, n);
         }
         auto store_number = [&](const StridedTensor& p, float x) {

@@ -167,7 +167,7 @@ struct ScoreRun {
     ScoreRun(const IndexScores& call, Addresses addresses, int64_t n, Report& r)
         : c(call), at(addresses), threads(n), report(r), first_row(0), units(call.keys.columns / Packing::VALUES), chunk(nullptr), no_memory(false) {}
 
-    void score_and_select_all_rows() {
+    void score_all_rows_and_select_if_asked() {
         lines = c.each ? c.heads : 1;
         int64_t room = c.max_pages * c.page_size, tile = max_rows_of_item(), columns = max_columns_of_item();
         int64_t most = c.width * lines, step = c.select ? SCORES_AT_ONCE / (most > 1 ? most : 1) : c.rows;
@@ -423,9 +423,9 @@ void index_scores(const IndexScores& c, Addresses at, int64_t threads, Report& r
     report = {NO_FAULT, 0, {0, 0}};
 #if HAS_BF16_PRODUCTS
     // Codes and bf16 numbers are exact in bf16.
-    if (c.keys.dtype != F16 && c.query_dtype != F16) return ScoreRun<Bf16Packing>(c, at, threads, report).score_and_select_all_rows();
+    if (c.keys.dtype != F16 && c.query_dtype != F16) return ScoreRun<Bf16Packing>(c, at, threads, report).score_all_rows_and_select_if_asked();
 #endif
-    ScoreRun<Fp32Packing>(c, at, threads, report).score_and_select_all_rows();
+    ScoreRun<Fp32Packing>(c, at, threads, report).score_all_rows_and_select_if_asked();
 }
 
 struct TopkRun {

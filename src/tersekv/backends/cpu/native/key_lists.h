@@ -57,7 +57,7 @@ struct KeyList {
     }
 
     // Checks the first `num_entries` entries. Returns keys up to the last one that is seen; −1 with `report` for a wrong one.
-    int64_t check_entries_and_count_keys(int64_t num_entries, Report& report) const {
+    int64_t check_entries_and_return_visible_end(int64_t num_entries, Report& report) const {
         int64_t block = set.lists.block, columns = table == nullptr ? set.num_pages : set.max_pages, keys = 0;
         int64_t room = saturating_product(columns, set.page_size);
         for (int64_t i = 0; i < num_entries; i++) {

@@ -15,11 +15,11 @@ from ...host import launch
 from ...host.attention_launches import (
     attention_launches,
     epilogue_softmax_scale_and_varlen_constants,
-    kernel_choice_facts,
+    facts_for_kernel_choice,
     min_split_key_blocks,
     output_and_workspace_args,
+    page_table_lengths_and_softmax_scale_args,
     split_and_combine_launches,
-    split_pass_args_without_q_and_kv,
 )
 from ...host.bind import (
     BYTES,
@@ -128,7 +128,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 def configure(f: SimpleNamespace) -> Config:
     lists, list_args = key_list_config(f), key_list_args(f, 0)
     f = facts_with_rows_as_requests(f, f.k_cache.shape[1])
-    t = choose_tile_config(kernel_choice_facts(f), pair_of(f)[0])
+    t = choose_tile_config(facts_for_kernel_choice(f), pair_of(f)[0])
     caches = _kv_host_descriptor_args(f, t)
     cfg = replace(kernel_constants(f, t, bool(caches)), LIST=lists)
     options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.num_stages}
@@ -140,7 +140,7 @@ def configure(f: SimpleNamespace) -> Config:
         | tensor_args(SINKS="sinks", V_SCALE="v_scale_t")
         | {"v_scale": f.v_scale, "cfg": cfg}
     )
-    split = (both | split_pass_args_without_q_and_kv(f) | _stride_args(f) | rotation_args(f)
+    split = (both | page_table_lengths_and_softmax_scale_args(f) | _stride_args(f) | rotation_args(f)
              | (caches or tensor_args(WORDS, K="k_cache", V="v_cache")) | {
         **tensor_args(BYTES if cfg.Q_AS_BYTES else "", Q="q"),
         **tensor_args(BYTES if cfg.E4M3_BY_HAND else "", K_SCALES="k_scale_cache", V_SCALES="v_scale_cache"),

@@ -26,11 +26,11 @@ from ...host import launch
 from ...host.attention_launches import (
     attention_launches,
     epilogue_softmax_scale_and_varlen_constants,
-    kernel_choice_facts,
+    facts_for_kernel_choice,
     min_split_key_blocks,
     output_and_workspace_args,
+    page_table_lengths_and_softmax_scale_args,
     split_and_combine_launches,
-    split_pass_args_without_q_and_kv,
 )
 from ...host.bind import (
     BYTES,
@@ -195,7 +195,7 @@ def configure_one_key_set(f: SimpleNamespace) -> Config:
     lists = key_list_config(f)
     list_args = key_list_args(f, f.ckv.shape[1] * (f.ckv.shape[0] if lists.CAUSAL else f.page_table.shape[1]))
     f, fmt = facts_with_rows_as_requests(f, f.ckv.shape[1]), latent_format(f.format)
-    t = choose_tile_config(kernel_choice_facts(f), fmt)
+    t = choose_tile_config(facts_for_kernel_choice(f), fmt)
     heads = f.q_nope.shape[1]
     # Blocks of heads read the same rows side by side; where heads do not fill them, rows form more work tiles.
     blocks = heads // t.block_m if heads and heads % t.block_m == 0 else 1
@@ -214,7 +214,7 @@ def configure_one_key_set(f: SimpleNamespace) -> Config:
         | {"cfg": cfg}
     )
     split = (both | kv_scale_and_query_tensor_args(f, BYTES if cfg.Q_AS_BYTES else "")
-             | split_pass_args_without_q_and_kv(f) | _cache_stride_args_in_stride_units(f) | {
+             | page_table_lengths_and_softmax_scale_args(f) | _cache_stride_args_in_stride_units(f) | {
         **tensor_args(WORDS, CKV="ckv", KPE="ckv" if cfg.TAIL else "kpe"), "CKV_MAP": None, "KPE_MAP": None,
         **_latent_host_descriptor_args(cache_matrices, cfg),
         **tensor_args(SCALES="ckv_scale_cache"), "max_splits": 0, **list_args,

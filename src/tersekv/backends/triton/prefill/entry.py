@@ -11,8 +11,8 @@ from ....formats import pair_of
 from ...host import launch
 from ...host.attention_launches import (
     epilogue_and_softmax_scale_constants,
+    facts_for_kernel_choice,
     has_no_work,
-    kernel_choice_facts,
     query_offset_args,
     write_empty_outputs,
 )
@@ -116,7 +116,7 @@ def _tile_config(f: SimpleNamespace) -> TileConfig:
     rows = _BATCH_INVARIANT_ROWS
     if f.prefill_invariant:
         rows = max(1, _PREFILL_INVARIANT_ROWS // (f.q.shape[1] // max(f.k_cache.shape[2], 1)))
-    return choose_tile_config(kernel_choice_facts(f, rows), *pair_of(f))
+    return choose_tile_config(facts_for_kernel_choice(f, rows), *pair_of(f))
 
 
 def _num_m_blocks(f: SimpleNamespace, t: TileConfig) -> int:
