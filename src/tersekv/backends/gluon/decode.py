@@ -54,8 +54,8 @@ from .sm90.parts.tensor_maps import (
     KVLayout,
     TensorMapSpec,
     kv_map_spec,
+    make_kv_and_scale_map_specs,
     make_kv_layout,
-    make_tensor_map_specs,
     min_keys_per_copy,
     num_scale_heads,
     pack_heads_into_swizzle_128b_rows,
@@ -149,7 +149,7 @@ def why_not(f: SimpleNamespace) -> str | None:
         return "wants a 16-bit or 8-bit q, got float32"
     keys, parts, heads = min_keys_per_copy(f.k_cache.shape[1]), f.head_dim_parts, choose_heads_per_cta(f)
     if parts > 1:
-        heads = choose_heads_per_cta(f, choose_tile_config(f).heads_per_cta)
+        heads = choose_heads_per_cta(f, choose_tile_config(f, choose_block_m(f)).heads_per_cta)
     for name in ("k_cache", "v_cache"):
         if kv_map_spec(getattr(f, name), heads, keys, parts) is None:
             apart = "multiples of 16 bytes, or of 8 with heads side by side, an even number of them"
@@ -185,11 +185,11 @@ def _why_not_with_head_dim_parts(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> Config:
     f = facts_with_head_dim_parts(f)
-    (fmt, v_fmt), tuned, (d, dv) = pair_of(f), choose_tile_config(f), padded_head_dims(f)
+    (fmt, v_fmt), tuned, (d, dv) = pair_of(f), choose_tile_config(f, choose_block_m(f)), padded_head_dims(f)
     base_cfg = portable.kernel_constants(f, portable_tune.choose_tile_config(f, fmt), True)
     heads, cta_heads, requests = f.k_cache.shape[2], choose_heads_per_cta(f, tuned.heads_per_cta), f.seq_lens.shape[0]
     keys, block_m, groups = choose_keys_per_copy(f, tuned), choose_block_m(f), heads // cta_heads
-    kv_specs, scales = make_tensor_map_specs(f, cta_heads, keys, tuned.shared_tiles, f.head_dim_parts)
+    kv_specs, scales = make_kv_and_scale_map_specs(f, cta_heads, keys, tuned.shared_tiles, f.head_dim_parts)
     if tuned.producer_warp:
         kv_specs = [pack_heads_into_swizzle_128b_rows(spec) for spec in kv_specs]
     rotations = rotation_config(f.k_signs, f.k_channel_scale), rotation_config(f.v_signs, f.v_channel_scale)

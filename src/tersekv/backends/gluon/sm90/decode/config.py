@@ -159,8 +159,8 @@ _TILES_ROWS_64 = TileConfig(64, 0, 2, None, heads_per_cta=1, shared_tiles=True, 
 _TILES_SHARED = TileConfig(64, 4, 2, 255, heads_per_cta=1, shared_tiles=True)
 
 
-def choose_tile_config(f: SimpleNamespace) -> TileConfig:
-    """Returns the tile configuration of the split pass."""
+def choose_tile_config(f: SimpleNamespace, block_m: int) -> TileConfig:
+    """Returns the tile configuration of the split pass, for work tiles of block_m query rows."""
     fmt = kv_format(f.format)
     tile_config = (
         _TILES_32_KEYS if f.k_cache.shape[1] % 64 or _has_many_short_requests(f, SHORT_CONTEXT) else _TILES_64_KEYS
@@ -170,7 +170,7 @@ def choose_tile_config(f: SimpleNamespace) -> TileConfig:
             producer_warp=choose_heads_per_cta(f) == 4,
             block_n=32 if _has_many_short_requests(f, SHORT_CONTEXT_4BIT) else 64,
         )
-    max_dim, block_m = max(padded_head_dims(f)), choose_block_m(f)
+    max_dim = max(padded_head_dims(f))
     if (fmt.storage.itemsize == 2 and max_dim > 64) or (has_padded_head_dims(f) and max_dim > 128):
         tile_config = tile_config._replace(block_n=32)
     if is_large_m(f):

@@ -26,8 +26,8 @@ from ...versions import thread_barrier
 from ..parts.combine import num_splits_of_tile, split_metadata_ptr
 from ..parts.dequant import (
     INT4_ODD_SCALE,
-    convert_k_codes_to_mma_operands,
-    convert_v_codes_to_mma_operands,
+    convert_k_codes_to_16bit_operands,
+    convert_v_codes_to_16bit_operands,
     dequant_e2m1_to_4_operands,
     int4_v_minus_zero_points_to_operands,
     int4_zero_points,
@@ -80,7 +80,7 @@ from .producer import (
     TensorMaps,
     advance_prefetch_position,
     allocate_smem_kv,
-    allocate_smem_prefetched_q,
+    allocate_smem_prefetched_q_ring,
     init_prefetch_position,
     load_query_operands_and_q_scales,
     num_scale_copies,
@@ -166,7 +166,7 @@ mask_args,
         K: gl.constexpr = tile_cfg.K
         if K.MAY_HOLD_NEIGHBOR_NAN:
             packed = zero_neighbor_head_columns_of_k(packed, tile_cfg)
-        k = convert_k_codes_to_mma_operands(packed, K)
+        k = convert_k_codes_to_16bit_operands(packed, K)
     # QK.
     s = gl.full([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.BLOCK_M], 0, gl.float32, MMA)
     for i in gl.static_range(gl.constexpr(tile_cfg.K.PACK)):
@@ -278,7 +278,7 @@ def accumulate_pv_of_mma_tile(
         v = dequant_e2m1_to_4_operands(packed, block_scales, False)
     else:
         V: gl.constexpr = tile_cfg.V
-        v = convert_v_codes_to_mma_operands(packed, V)
+        v = convert_v_codes_to_16bit_operands(packed, V)
     acc_new = ()
     for i in gl.static_range(gl.constexpr(tile_cfg.V.PACK)):
         acc_new = acc_new + (mma_v2(v[i], p_operand, acc_o[i]),)
@@ -471,7 +471,7 @@ def kv_heads_of_cta(first_head, LAYOUT: gl.constexpr, tile_cfg: gl.constexpr):
 
 
 @gluon.jit
-def packed_head_columns_of_acc(first_head, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def packed_columns_within_head_of_acc(first_head, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the packed columns of a head, or of its part, that the accumulators hold: [HEADS_PER_CTA or 1, PACKED_V,
     1]."""
     MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
@@ -500,7 +500,7 @@ def output_row_and_column_mask(m_row, packed_columns, cfg: gl.constexpr, tile_cf
 
 @gluon.jit
 def store_output_and_lse(
-    tensors, strides, state, v_out_scale, first_head, work_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr
+    tensors, strides, state, v_scale_times_out_scale, first_head, work_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Stores finished rows to `out`, and their LSE."""
     OUT, LSE = tensors.OUT, tensors.LSE
@@ -511,10 +511,11 @@ def store_output_and_lse(
     q_heads = query_heads_of_rows(kv_heads[:, None], o_r[None, :], cfg, tile_cfg)
     tokens = (work_tile.q_begin + o_r // cfg.GROUP).to(gl.int64)[None, :]
     m_row = (o_r < work_tile.num_q_rows * cfg.GROUP)[None, :] & (kv_heads >= 0)[:, None]
+    v_scale = v_scale_times_out_scale[:, None] * cfg.V_RESIDUAL_SCALE
     acc_scale, lse = compute_acc_scale_and_lse(
-        state.row_max, state.row_sum, v_out_scale[:, None] * cfg.V_RESIDUAL_SCALE, tensors.SINKS, q_heads, m_row, cfg
+        state.row_max, state.row_sum, v_scale, tensors.SINKS, q_heads, m_row, cfg
     )
-    o_d = packed_head_columns_of_acc(first_head, cfg, tile_cfg)
+    o_d = packed_columns_within_head_of_acc(first_head, cfg, tile_cfg)
     p_row = OUT + tokens * strides.out_t + q_heads * strides.out_h
     if tile_cfg.HEAD_DIM_PARTS > 1:
         p_row += (kv_heads % tile_cfg.HEAD_DIM_PARTS * cfg.DV)[:, None]
@@ -541,7 +542,7 @@ def store_partial(
     partial_slots = first_partial_slot + 2 * gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, HN)).to(gl.int64)
     p_row = SPLIT_WORKSPACE + (partial_slots[:, None] * cfg.BLOCK_M + o_r[None, :]) * cfg.PARTIAL_COLUMNS
     m_row = (o_r < num_rows_left)[None, :] & (partial_slots >= 0)[:, None]
-    o_d = packed_head_columns_of_acc(first_head, cfg, tile_cfg)
+    o_d = packed_columns_within_head_of_acc(first_head, cfg, tile_cfg)
     if tile_cfg.V.PADDED_HEADS > 1:
         o_d = o_d & (cfg.BLOCK_DV - 1)  # columns of neighbouring heads go behind the head's own
     for j in gl.static_range(gl.constexpr(cfg.PACK)):
@@ -594,7 +595,7 @@ def decode_small_m_or_shared_tiles_kernel(
     smem_kv = allocate_smem_kv(tile_cfg)
     smem_column_scales = allocate_smem_column_scales(smem_kv.k[0], cfg, tile_cfg)
     if tile_cfg.NUM_QUERY_STAGES > 0:
-        smem_prefetched_q = allocate_smem_prefetched_q(Q, cfg, tile_cfg)
+        smem_prefetched_q = allocate_smem_prefetched_q_ring(Q, cfg, tile_cfg)
     if tile_cfg.LARGE_M:
         smem_operands = large_m.allocate_smem_fp16_qkv_and_scales(cfg, tile_cfg)
     # Wait for the previous kernel; then padding, and this CTA's range.

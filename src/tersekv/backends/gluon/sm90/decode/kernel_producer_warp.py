@@ -48,7 +48,7 @@ from .kernel import (
     store_split_metadata,
     work_tile_metadata_ptr,
 )
-from .layouts import allocate_smem_query_operands, mma_layout, store_query_fragment
+from .layouts import allocate_smem_q_fragments, mma_layout, store_query_fragment
 from .producer import (
     PageLookup,
     QueryOperands,
@@ -232,7 +232,7 @@ def decode_producer_warp_kernel(
     # Shared memory.
     smem_kv = allocate_smem_kv(tile_cfg)
     smem_column_scales = allocate_smem_column_scales(smem_kv.k[0], cfg, tile_cfg)
-    smem_q = allocate_smem_query_operands(cfg.PACKED_K, cfg, tile_cfg) if cfg.BLOCK_M > 16 else smem_kv.k[0]
+    smem_q = allocate_smem_q_fragments(cfg, tile_cfg) if cfg.BLOCK_M > 16 else smem_kv.k[0]
     full_barriers, empty_barriers = allocate_mbarrier_groups(tile_cfg.STAGES, (1, 1))
     fence_async_shared()
     # Wait for the previous kernel; then padding, and this CTA's range.

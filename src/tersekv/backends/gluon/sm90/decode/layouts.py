@@ -185,12 +185,12 @@ def _query_smem_copy_layout(PACKED_WORDS_PER_ROW, NUM_ROWS, tile_cfg):
 
 
 @gluon.jit
-def allocate_smem_query_operands(PACKED_WORDS_PER_ROW: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def allocate_smem_q_fragments(cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Allocates shared memory for the PACK query operands: the elements of a lane are contiguous."""
     SMEM_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     return gl.allocate_shared_memory(
         gl.float16,
-        [tile_cfg.K.PACK, tile_cfg.HEADS_PER_CTA * 32, PACKED_WORDS_PER_ROW * cfg.BLOCK_M // 32],
+        [tile_cfg.K.PACK, tile_cfg.HEADS_PER_CTA * 32, cfg.PACKED_K * cfg.BLOCK_M // 32],
         SMEM_LAYOUT,
     )
 
@@ -279,7 +279,7 @@ def query_heads_of_rows(kv_heads, o_r, cfg: gl.constexpr, tile_cfg: gl.constexpr
 @gluon.jit
 def padded_column_offset_of_heads(kv_heads, IS_V: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the packed column of a copied row at which a head's own columns begin
-    (`tensor_maps._padded_heads_per_group_and_word_shift`)."""
+    (`tensor_maps._heads_per_aligned_copy_and_word_shift`)."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
     return kv_heads % SIDE.PADDED_HEADS * SIDE.HEAD_SHIFT
 

@@ -107,17 +107,17 @@ def allocate_smem_codes_and_scales(IS_V: gl.constexpr, tile_cfg: gl.constexpr):
 
 @gluon.jit
 def allocate_smem_kv(tile_cfg: gl.constexpr):
-    """Allocates the KVStages of codes and stored scales."""
+    """Allocates the SmemKV of codes and stored scales."""
     k, k_scales = allocate_smem_codes_and_scales(False, tile_cfg)
     v, v_scales = allocate_smem_codes_and_scales(True, tile_cfg)
     return SmemKV(k, k_scales, v, v_scales)
 
 
 @gluon.jit
-def smem_codes_of_mma_tile(smem_codes, i_tile_in_ring, PACKED_WORDS: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns the codes of an MMA tile, counted through all stages: [HEADS_PER_CTA, MMA_KEYS, PACKED_WORDS]. A row in
-    shared memory may hold several heads (`tensor_maps.pack_heads_into_swizzle_128b_rows`); a tile may consist of two
-    copies (`tensor_maps.make_kv_layout`)."""
+def smem_codes_of_mma_tile(smem_codes, i_tile_in_ring, PACKED_WORDS_PER_ROW: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the codes of an MMA tile, counted through all stages: [HEADS_PER_CTA, MMA_KEYS, PACKED_WORDS_PER_ROW].
+    A row in shared memory may hold several heads (`tensor_maps.pack_heads_into_swizzle_128b_rows`); a tile may consist
+    of two copies (`tensor_maps.make_kv_layout`)."""
     tile = smem_codes.index(i_tile_in_ring)
     if tile_cfg.COPIES_PER_BUFFER == 2:  # [halves, panels, rows, 8, packed]
         SHAPE: gl.constexpr = [tile.shape[2], tile_cfg.MMA_KEYS, tile.shape[1] * tile.shape[4]]
@@ -125,9 +125,9 @@ def smem_codes_of_mma_tile(smem_codes, i_tile_in_ring, PACKED_WORDS: gl.constexp
     TILE_ROWS: gl.constexpr = tile.shape[0]
     if TILE_ROWS < tile_cfg.HEADS_PER_CTA:
         tile = (
-            tile.reshape([TILE_ROWS, tile_cfg.MMA_KEYS, tile_cfg.HEADS_PER_CTA // TILE_ROWS, PACKED_WORDS])
+            tile.reshape([TILE_ROWS, tile_cfg.MMA_KEYS, tile_cfg.HEADS_PER_CTA // TILE_ROWS, PACKED_WORDS_PER_ROW])
             .permute([0, 2, 1, 3])
-            .reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, PACKED_WORDS])
+            .reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, PACKED_WORDS_PER_ROW])
         )
     return tile
 
@@ -158,7 +158,9 @@ def smem_scales_of_mma_tile(smem_scales, i_tile_in_ring, IS_V: gl.constexpr, til
 
 
 @gluon.jit
-def load_page_ids(page_lookup, i_request, n_block, num_keys, enabled, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def load_page_ids_of_copies(
+    page_lookup, i_request, n_block, num_keys, enabled, cfg: gl.constexpr, tile_cfg: gl.constexpr
+):
     """Loads the page of each copy of the n_block; page table entries past the last key are not read."""
     page_ids = ()
     for i in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS * tile_cfg.COPIES_PER_BUFFER)):
@@ -175,7 +177,7 @@ def init_prefetch_position(page_lookup, cta_range, cfg: gl.constexpr, tile_cfg: 
     shape = load_request_shape(page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, cta_range.i_request, enabled, cfg)
     m_block = (block - cta_range.n_block_base) // shape.num_n_blocks
     n_block = (block - cta_range.n_block_base) % shape.num_n_blocks
-    page_ids = load_page_ids(
+    page_ids = load_page_ids_of_copies(
         page_lookup, cta_range.i_request, shape.first_n_block + n_block, shape.num_keys, enabled, cfg, tile_cfg
     )
     return PrefetchPosition(
@@ -201,7 +203,7 @@ def advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg: gl.cons
                 num_n_blocks, num_m_blocks, first_n_block, num_keys, _rows, _q0 = load_request_shape(
                     page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, i_request, True, cfg
                 )
-    page_ids = load_page_ids(
+    page_ids = load_page_ids_of_copies(
         page_lookup, i_request, first_n_block + n_block, num_keys, block < block_end, cfg, tile_cfg
     )
     return PrefetchPosition(
@@ -235,7 +237,7 @@ def start_code_tile_copy(
             0,
             0,
         ]  # a row may hold several heads (`pack_heads_into_swizzle_128b_rows`)
-    elif len(SMEM_SHAPE) == 6:  # heads in groups (`tensor_maps._padded_heads_per_group_and_word_shift`)
+    elif len(SMEM_SHAPE) == 6:  # heads in groups (`tensor_maps._heads_per_aligned_copy_and_word_shift`)
         coords = [(page_id * ROWS_PER_PAGE + page_slot) // KEYS_PER_COPY, first_head // SMEM_SHAPE[-3], 0, 0, 0]
     else:
         coords = [
@@ -334,7 +336,7 @@ def _query_cp_async_layout(tile_cfg, cfg, itemsize):
 
 
 @gluon.jit
-def allocate_smem_prefetched_q(Q, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def allocate_smem_prefetched_q_ring(Q, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Allocates a ring of queries [HEADS_PER_CTA, BLOCK_M, D]: of as many work tiles as may begin in the prefetched
     n_blocks."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])

@@ -25,7 +25,7 @@ from ...versions import reinterpret, thread_barrier
 from ..parts.combine import num_splits_of_tile, split_metadata_ptr
 from ..parts.dequant import (
     BLOCK_SCALE_PTX,
-    convert_k_codes_to_mma_operands,
+    convert_k_codes_to_16bit_operands,
     dequant_e2m1_to_4_operands,
     exponent_and_inv_scale_of_rows,
     exponent_to_float,
@@ -151,7 +151,7 @@ def load_page_id(page_table, n_block, enabled, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_stored_k_or_v_scales_of_copy(SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, IS_V: gl.constexpr,
+def load_stored_k_or_v_scales_of_keys(SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, IS_V: gl.constexpr,
                         LAYOUT: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
     """Loads stored scales of K or V: fp32, or a byte for each block; 1, or 0, for invalid keys."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
@@ -198,12 +198,12 @@ def load_stored_k_and_v_scales(
             )
             m_key = enabled & keys_visible_to_any_row_mask(first_key + o_n, num_keys, num_q_rows, cfg)
             k = k + (
-                load_stored_k_or_v_scales_of_copy(
+                load_stored_k_or_v_scales_of_keys(
                     K_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, False, L, cfg, tile_cfg
                 ),
             )
             v = v + (
-                load_stored_k_or_v_scales_of_copy(
+                load_stored_k_or_v_scales_of_keys(
                     V_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, True, L, cfg, tile_cfg
                 ),
             )
@@ -211,10 +211,10 @@ def load_stored_k_and_v_scales(
     elif cfg.TOKEN_SCALES:
         first_key, o_n = n_block * cfg.BLOCK_N, gl.arange(0, cfg.BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))
         m_key = enabled & keys_visible_to_any_row_mask(first_key + o_n, num_keys, num_q_rows, cfg)
-        k = load_stored_k_or_v_scales_of_copy(
+        k = load_stored_k_or_v_scales_of_keys(
             K_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, False, None, cfg, tile_cfg
         )
-        return k, load_stored_k_or_v_scales_of_copy(
+        return k, load_stored_k_or_v_scales_of_keys(
             V_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, True, None, cfg, tile_cfg
         )
     else:
@@ -233,8 +233,8 @@ def store_zero_points_to_smem(converted_stages, iter, scales, cfg: gl.constexpr)
 
 
 @gluon.jit
-def get_block_scales_or_load_zero_points(
-    converted_stages, iter, scales, IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
+def get_e4m3_scales_or_load_zero_points(
+    converted_stages, iter, stored_k_and_v_scales, IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Returns what `convert_block_to_fp16` needs beside codes: block scales as loaded, or zero points, per buffer
     [KEYS_PER_BUFFER]."""
@@ -251,7 +251,7 @@ def get_block_scales_or_load_zero_points(
             zero_points = zero_points + (((tile_zeros >> (4 if IS_V else 0)) & 15).to(gl.int16),)
         return zero_points
     else:
-        return scales[1 if IS_V else 0]
+        return stored_k_and_v_scales[1 if IS_V else 0]
 
 
 # ---- converter: dequant ----
@@ -289,7 +289,7 @@ def expand_e4m3_block_scales_to_fp16(scale_bytes, PACKED_WORDS_PER_ROW: gl.const
 
 
 @gluon.jit
-def convert_block_to_fp16(packed, block_scales_or_zero_points, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def convert_block_to_fp16(packed, e4m3_scales_or_zero_points, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns codes as fp16, times block scales or less zero points, if any: [keys, PACK × PACKED_K] a buffer."""
     PACKED_WORDS_PER_ROW: gl.constexpr = cfg.PACKED_K
     out = ()
@@ -298,17 +298,17 @@ def convert_block_to_fp16(packed, block_scales_or_zero_points, cfg: gl.constexpr
             if cfg.BLOCK_SCALES:
                 halves = dequant_e2m1_to_4_operands(
                     packed[j],
-                    expand_e4m3_block_scales_to_fp16(block_scales_or_zero_points[j], PACKED_WORDS_PER_ROW, tile_cfg),
+                    expand_e4m3_block_scales_to_fp16(e4m3_scales_or_zero_points[j], PACKED_WORDS_PER_ROW, tile_cfg),
                     True,
                 )
             else:
                 gl.static_assert(cfg.CODE == "int4", "a code that this kernel does not know")
-                halves = int4_rows_minus_zero_points_to_operands(packed[j], block_scales_or_zero_points[j])
+                halves = int4_rows_minus_zero_points_to_operands(packed[j], e4m3_scales_or_zero_points[j])
             low0, low1, high0, high1 = halves
             x = gl.join(gl.join(low0, high0), gl.join(low1, high1))
             x = x.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
         else:
-            low, high = convert_k_codes_to_mma_operands(packed[j], cfg)
+            low, high = convert_k_codes_to_16bit_operands(packed[j], cfg)
             x = (
                 gl.join(low, high)
                 .reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW // 2, 2, 2])
@@ -397,7 +397,7 @@ def converter(
             store_zero_points_to_smem(converted_stages, iter, scales, cfg)
             k = convert_block_to_fp16(
                 packed,
-                get_block_scales_or_load_zero_points(converted_stages, iter, scales, False, cfg, tile_cfg),
+                get_e4m3_scales_or_load_zero_points(converted_stages, iter, scales, False, cfg, tile_cfg),
                 cfg,
                 tile_cfg,
             )
@@ -417,7 +417,7 @@ def converter(
                     packed = zero_invalid_v_codes(packed, n_block, num_keys, num_q_rows, cfg, tile_cfg)
             v = convert_block_to_fp16(
                 packed,
-                get_block_scales_or_load_zero_points(converted_stages, iter, scales, True, cfg, tile_cfg),
+                get_e4m3_scales_or_load_zero_points(converted_stages, iter, scales, True, cfg, tile_cfg),
                 cfg,
                 tile_cfg,
             )

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...versions import reinterpret, thread_barrier
 from ..parts.dequant import (
     BLOCK_SCALE_PTX,
-    convert_k_codes_to_mma_operands,
+    convert_k_codes_to_16bit_operands,
     dequant_e2m1_to_4_operands,
     exponent_and_inv_scale_of_rows,
     exponent_to_float,
@@ -64,19 +64,19 @@ def acc_layout(cfg, tile_cfg):
 
 
 @gluon.constexpr_function
-def packed_codes_layout(PACKED_WORDS, cfg, tile_cfg):
-    """Returns the layout of codes [keys, PACKED_WORDS]: a lane has eight of a row, 16 bytes of fp16, without bank
-    conflicts."""
-    lanes = PACKED_WORDS * cfg.PACK // 8
+def packed_codes_layout(PACKED_WORDS_PER_ROW, cfg, tile_cfg):
+    """Returns the layout of codes [keys, PACKED_WORDS_PER_ROW]: a lane has eight of a row, 16 bytes of fp16, without
+    bank conflicts."""
+    lanes = PACKED_WORDS_PER_ROW * cfg.PACK // 8
     return gl.BlockedLayout([1, 8 // cfg.PACK], [32 // lanes, lanes], [tile_cfg.WARPS_PER_HEAD, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def block_scale_broadcast_layout(PACKED_WORDS, cfg, tile_cfg):
+def block_scale_broadcast_layout(PACKED_WORDS_PER_ROW, cfg, tile_cfg):
     """Returns the same layout of 4-bit codes as [keys, blocks, 2 halves, 2 packed]."""
     return gl.BlockedLayout(
         [1, 1, 1, 2],
-        [64 // PACKED_WORDS, PACKED_WORDS // 4, 2, 1],
+        [64 // PACKED_WORDS_PER_ROW, PACKED_WORDS_PER_ROW // 4, 2, 1],
         [tile_cfg.WARPS_PER_HEAD, 1, 1, 1],
         [3, 2, 1, 0],
     )
@@ -94,9 +94,9 @@ def token_scale_layout(tile_cfg):
 
 
 @gluon.constexpr_function
-def block_scale_layout(PACKED_WORDS, tile_cfg):
+def block_scale_layout(PACKED_WORDS_PER_ROW, tile_cfg):
     """Returns the layout of block scales [keys, bytes] as loaded: a thread has those of a key."""
-    return gl.BlockedLayout([1, PACKED_WORDS // 4], [32, 1], [tile_cfg.WARPS_PER_HEAD, 1], [1, 0])
+    return gl.BlockedLayout([1, PACKED_WORDS_PER_ROW // 4], [32, 1], [tile_cfg.WARPS_PER_HEAD, 1], [1, 0])
 
 
 @gluon.jit
@@ -177,13 +177,15 @@ def load_stored_k_or_v_scales(
 ):
     """Loads the stored scales of an n_block's K or V: [BLOCK_N] fp32, or [BLOCK_N, blocks] bytes."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
-    PACKED_WORDS: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
+    PACKED_WORDS_PER_ROW: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
     page_id, page_slot, m_key = page_id_slot_and_mask
     if cfg.INT64_OFFSETS:
         page_slot, kv_head = page_slot.to(gl.int64), kv_head.to(gl.int64)
     o_scales = page_id * SIDE.SCALE_STRIDES[0] + page_slot * SIDE.SCALE_STRIDES[1] + kv_head * SIDE.SCALE_STRIDES[2]
     if cfg.BLOCK_SCALES:
-        o_i = gl.arange(0, PACKED_WORDS // 4, gl.SliceLayout(0, block_scale_layout(PACKED_WORDS, tile_cfg)))
+        o_i = gl.arange(
+            0, PACKED_WORDS_PER_ROW // 4, gl.SliceLayout(0, block_scale_layout(PACKED_WORDS_PER_ROW, tile_cfg))
+        )
         p_byte = SCALES.to(gl.pointer_type(gl.uint8), bitcast=True) + o_scales[:, None] + o_i[None, :]
         return gl.load(p_byte, mask=m_key[:, None], other=0)
     else:
@@ -227,42 +229,42 @@ def load_stored_k_and_v_scales(
 
 @gluon.jit
 def load_and_expand_block_scales_to_fp16(
-    smem_scales, PACKED_WORDS: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
+    smem_scales, PACKED_WORDS_PER_ROW: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
-    """Loads block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, PACKED_WORDS], in the layout of the
-    codes."""
-    L4: gl.constexpr = block_scale_broadcast_layout(PACKED_WORDS, cfg, tile_cfg)
+    """Loads block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW], in the layout
+    of the codes."""
+    L4: gl.constexpr = block_scale_broadcast_layout(PACKED_WORDS_PER_ROW, cfg, tile_cfg)
     scale_bytes = smem_scales.load(gl.SliceLayout(2, gl.SliceLayout(3, L4))).to(gl.int16)
     block_scales = gl.inline_asm_elementwise(BLOCK_SCALE_PTX, "=h,h", [scale_bytes], gl.float16, True, 1)
     block_scales, _ = gl.broadcast(
         block_scales[:, :, None, None],
-        gl.full([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS // 4, 2, 2], 0, gl.float16, L4),
+        gl.full([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW // 4, 2, 2], 0, gl.float16, L4),
     )
     return gl.convert_layout(
-        block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS]),
-        packed_codes_layout(PACKED_WORDS, cfg, tile_cfg),
+        block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW]),
+        packed_codes_layout(PACKED_WORDS_PER_ROW, cfg, tile_cfg),
         assert_trivial=True,
     )
 
 
 @gluon.jit
 def convert_stage_to_fp16_in_smem(smem_codes, smem_block_scales, smem_fp16, stage, n_block, num_keys, num_q_rows,
-MASKED: gl.constexpr,
+ZERO_INVALID_KEYS: gl.constexpr,
                     IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
-    """Stores a stage's codes as fp16 to shared memory [BLOCK_N, PACK × PACKED_WORDS]; invalid keys become zeros if
-    MASKED."""
-    PACKED_WORDS: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
+    """Stores a stage's codes as fp16 to shared memory [BLOCK_N, PACK × PACKED_WORDS_PER_ROW]; invalid keys become zeros
+    if ZERO_INVALID_KEYS."""
+    PACKED_WORDS_PER_ROW: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
-    L: gl.constexpr = packed_codes_layout(PACKED_WORDS, cfg, tile_cfg)
+    L: gl.constexpr = packed_codes_layout(PACKED_WORDS_PER_ROW, cfg, tile_cfg)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(SIDE.SMEM_LAYOUT.swizzle_byte_width, 16, 2)
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
         if tile_cfg.COPIES_PER_BUFFER == 2:
-            codes = smem_codes_of_mma_tile(smem_codes[j], stage, PACKED_WORDS, tile_cfg).reshape(
-                [tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS]
+            codes = smem_codes_of_mma_tile(smem_codes[j], stage, PACKED_WORDS_PER_ROW, tile_cfg).reshape(
+                [tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW]
             )
         else:
             codes = reinterpret(
-                smem_codes[j], gl.int16, [tile_cfg.STAGES, tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS], LAYOUT
+                smem_codes[j], gl.int16, [tile_cfg.STAGES, tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW], LAYOUT
             ).index(stage)
         packed = codes.load(L)
         o_n = (
@@ -271,24 +273,28 @@ MASKED: gl.constexpr,
             + gl.arange(0, tile_cfg.KEYS_PER_BUFFER, gl.SliceLayout(1, L))
         )
         valid = keys_visible_to_any_row_mask(o_n, num_keys, num_q_rows, cfg)[:, None]
-        if MASKED:
+        if ZERO_INVALID_KEYS:
             packed = gl.where(valid, packed, 0)
         if cfg.BLOCK_SCALES:
             block_scales = load_and_expand_block_scales_to_fp16(
                 smem_block_scales[1 if IS_V else 0].slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER),
-                PACKED_WORDS,
+                PACKED_WORDS_PER_ROW,
                 cfg, tile_cfg,
             )  # fmt: skip
-            if MASKED:
+            if ZERO_INVALID_KEYS:
                 block_scales = gl.where(valid, block_scales, 0.0)
             low0, low1, high0, high1 = dequant_e2m1_to_4_operands(packed, block_scales, True)
             x = gl.join(gl.join(low0, high0), gl.join(low1, high1))
-            x = x.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
+            x = x.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
         else:
-            low, high = convert_k_codes_to_mma_operands(packed, cfg)
-            x = gl.join(low, high).reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS // 2, 2, 2]).permute([0, 1, 3, 2])
+            low, high = convert_k_codes_to_16bit_operands(packed, cfg)
+            x = (
+                gl.join(low, high)
+                .reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW // 2, 2, 2])
+                .permute([0, 1, 3, 2])
+            )
         smem_fp16.slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER).store(
-            x.reshape([tile_cfg.KEYS_PER_BUFFER, cfg.PACK * PACKED_WORDS])
+            x.reshape([tile_cfg.KEYS_PER_BUFFER, cfg.PACK * PACKED_WORDS_PER_ROW])
         )
 
 
@@ -427,19 +433,22 @@ def mainloop(
 
 
 # ---- epilogue, of `rows_64` too ----
-# o_r: rows, in the layout of row_max and row_sum, a slice of the accumulator's.
+# Rows are in the layout of row_max and row_sum, a slice of the accumulator's.
 
 
 @gluon.jit
-def store_output_and_lse_of_head(tensors, strides, state, v_out_scale, kv_head, work_tile, o_r, cfg: gl.constexpr):
-    """Stores finished rows o_r of a request to `out`, and their LSE."""
+def store_output_and_lse_of_head(
+    tensors, strides, state, v_scale_times_out_scale, kv_head, work_tile, row_in_request, cfg: gl.constexpr
+):
+    """Stores finished rows of a request to `out`, and their LSE."""
     OUT, LSE = tensors.OUT, tensors.LSE
     O: gl.constexpr = state.acc_o.type.layout
-    q_heads = (kv_head * cfg.GROUP + o_r % cfg.GROUP).to(gl.int64)
-    tokens = (work_tile.q_begin + o_r // cfg.GROUP).to(gl.int64)
-    m_row = o_r < work_tile.num_q_rows * cfg.GROUP
+    q_heads = (kv_head * cfg.GROUP + row_in_request % cfg.GROUP).to(gl.int64)
+    tokens = (work_tile.q_begin + row_in_request // cfg.GROUP).to(gl.int64)
+    m_row = row_in_request < work_tile.num_q_rows * cfg.GROUP
+    v_scale = v_scale_times_out_scale * cfg.V_RESIDUAL_SCALE
     acc_scale, lse = compute_acc_scale_and_lse(
-        state.row_max, state.row_sum, v_out_scale * cfg.V_RESIDUAL_SCALE, tensors.SINKS, q_heads, m_row, cfg
+        state.row_max, state.row_sum, v_scale, tensors.SINKS, q_heads, m_row, cfg
     )
     o_d = head_column_of_converted_column(gl.arange(0, cfg.PACK * cfg.PACKED_V, gl.SliceLayout(0, O)), cfg)
     p_out = (OUT + tokens * strides.out_t + q_heads * strides.out_h)[:, None] + o_d[None, :]
@@ -449,13 +458,13 @@ def store_output_and_lse_of_head(tensors, strides, state, v_out_scale, kv_head, 
 
 
 @gluon.jit
-def store_partial_of_head(SPLIT_WORKSPACE, partial_slot, state, o_r, num_rows_left, cfg: gl.constexpr):
-    """Stores the partial result of rows o_r of a split work tile, columns in the order of `store_partial`."""
+def store_partial_of_head(SPLIT_WORKSPACE, partial_slot, state, row_in_tile, num_rows_left, cfg: gl.constexpr):
+    """Stores the partial result of rows of a split work tile, columns in the order of `store_partial`."""
     O: gl.constexpr = state.acc_o.type.layout
-    p_row = SPLIT_WORKSPACE + (partial_slot.to(gl.int64) * cfg.BLOCK_M + o_r) * cfg.PARTIAL_COLUMNS
+    p_row = SPLIT_WORKSPACE + (partial_slot.to(gl.int64) * cfg.BLOCK_M + row_in_tile) * cfg.PARTIAL_COLUMNS
     column = head_column_of_converted_column(gl.arange(0, cfg.PACK * cfg.PACKED_V, gl.SliceLayout(0, O)), cfg)
     o_d = column % cfg.PACK * cfg.BLOCK_DV + column // cfg.PACK
-    m_row = o_r < num_rows_left
+    m_row = row_in_tile < num_rows_left
     gl.store(p_row[:, None] + o_d[None, :], state.acc_o, mask=m_row[:, None])
     gl.store(p_row + cfg.PARTIAL_COLUMNS - 2, state.row_max, mask=m_row)
     gl.store(p_row + cfg.PARTIAL_COLUMNS - 1, state.row_sum, mask=m_row)

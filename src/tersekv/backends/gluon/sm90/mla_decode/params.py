@@ -13,7 +13,7 @@ from ..parts.online_softmax import LOG2E
 from ..parts.tile_scheduler import (
     find_request_and_base_of_block,
     rounded_or_unsplit_bounds_blocks_per_range,
-    rounded_or_unsplit_cta_range_and_request,
+    rounded_or_unsplit_bounds_request_and_base,
 )
 
 
@@ -124,7 +124,7 @@ def make_cta_range(
 ):
     """Returns this CTA's CtaRange. The counts are `load_n_and_m_block_counts_of_requests`', if BLOCK_B holds all."""
     if fits_all_requests(cfg):
-        block_begin, block_end, blocks_per_range, i_request, n_block_base = rounded_or_unsplit_cta_range_and_request(
+        block_begin, block_end, blocks_per_range, i_request, n_block_base = rounded_or_unsplit_bounds_request_and_base(
             block_counts_of_all_requests, i_range, num_ranges, cfg
         )
     else:

@@ -131,7 +131,7 @@ def mma_dtype(cfg):
 
 
 @gluon.jit
-def convert_k_codes_to_mma_operands(packed, cfg: gl.constexpr):
+def convert_k_codes_to_16bit_operands(packed, cfg: gl.constexpr):
     """Returns packed K [HEADS_PER_CTA, MMA_KEYS, PACKED_K] (k_load_layout) as PACK operands in fp16; 16-bit caches
     unchanged.
 
@@ -156,7 +156,7 @@ def convert_k_codes_to_mma_operands(packed, cfg: gl.constexpr):
 
 
 @gluon.jit
-def convert_v_codes_to_mma_operands(packed, cfg: gl.constexpr):
+def convert_v_codes_to_16bit_operands(packed, cfg: gl.constexpr):
     """Returns packed V [HEADS_PER_CTA, PACKED_V, MMA_KEYS] in the left operand's layout as PACK operands, as of K."""
     if cfg.CODE == "bf16":
         out = (packed.to(gl.bfloat16, bitcast=True),)
@@ -175,7 +175,7 @@ def convert_v_codes_to_mma_operands(packed, cfg: gl.constexpr):
 @gluon.jit
 def int4_v_minus_zero_points_to_operands(packed, zero_points):
     """Returns packed int4 V less the zero points (int16) of their keys: four operands, scaled as by
-    `convert_k_codes_to_mma_operands`."""
+    `convert_k_codes_to_16bit_operands`."""
     zero_low, packed = gl.broadcast(zero_points, packed)
     zero_high, packed = gl.broadcast(zero_points << 4, packed)
     return gl.inline_asm_elementwise(
@@ -186,8 +186,8 @@ def int4_v_minus_zero_points_to_operands(packed, zero_points):
 
 @gluon.jit
 def int4_rows_minus_zero_points_to_operands(packed, zero_points):
-    """Returns packed int4 rows [keys, PACKED_WORDS] less the zero points (int16) of their keys: four operands, in the
-    order of `dequant_e2m1_to_4_operands` with IN_ROWS."""
+    """Returns packed int4 rows [keys, PACKED_WORDS_PER_ROW] less the zero points (int16) of their keys: four operands,
+    in the order of `dequant_e2m1_to_4_operands` with IN_ROW_ORDER_DIV_64."""
     zero_low, packed = gl.broadcast((zero_points | 0x6400)[:, None], packed)
     zero_high, packed = gl.broadcast(((zero_points << 4) | 0x5400)[:, None], packed)
     return gl.inline_asm_elementwise(

@@ -18,15 +18,15 @@ class MaskArgs(NamedTuple):
 
 
 @gluon.jit
-def is_visible(o_n, o_q, mask_args, cfg: gl.constexpr):
-    """Returns which of the keys o_n the query tokens o_q see; one of the two is a row, the other a column."""
+def is_visible(o_n, q_token, mask_args, cfg: gl.constexpr):
+    """Returns which of the keys o_n the query tokens see; one of the two is a row, the other a column."""
     num_prefix_keys = mask_args.num_keys - mask_args.num_q_rows
-    o_position = num_prefix_keys + o_q
+    o_position = num_prefix_keys + q_token
     visible = o_n < mask_args.num_keys
     if cfg.HAS_MASK:
         draft = o_n - num_prefix_keys
-        p_word = mask_args.MASK + (mask_args.q_begin + o_q).to(gl.int64) * mask_args.stride_mask_t + (draft >> 4)
-        m_word = (draft >= 0) & visible & (o_q < mask_args.num_q_rows)
+        p_word = mask_args.MASK + (mask_args.q_begin + q_token).to(gl.int64) * mask_args.stride_mask_t + (draft >> 4)
+        m_word = (draft >= 0) & visible & (q_token < mask_args.num_q_rows)
         word = gl.load(p_word, mask=m_word, other=0).to(gl.int32)
         bit = (word >> (draft & 15)) & 1
         visible = visible & ((draft < 0) | (bit == 1))
@@ -41,8 +41,8 @@ def is_visible(o_n, o_q, mask_args, cfg: gl.constexpr):
 def is_visible_in_block(n_block, mask_args, NUM_ROWS: gl.constexpr, LAYOUT: gl.constexpr, cfg: gl.constexpr):
     """Returns which of an n_block's keys each query row sees: [NUM_ROWS, BLOCK_N], in LAYOUT."""
     o_n = n_block * cfg.BLOCK_N + gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(0, LAYOUT))
-    o_q = (mask_args.row_begin + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, LAYOUT))) // cfg.GROUP
-    return is_visible(o_n[None, :], o_q[:, None], mask_args, cfg)
+    q_token = (mask_args.row_begin + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, LAYOUT))) // cfg.GROUP
+    return is_visible(o_n[None, :], q_token[:, None], mask_args, cfg)
 
 
 @gluon.jit

@@ -111,7 +111,7 @@ class KVLayout(KernelConfig):
     SMEM_SHAPE: tuple[int, ...]  # MMA tiles of a buffer in all stages, heads, keys, packed; else see `make_kv_layout`
     COPY_BYTES: int
     ROTATION: Rotation
-    PADDED_HEADS: int = 1  # heads of a group that is copied as padded tiles (`_padded_heads_per_group_and_word_shift`)
+    PADDED_HEADS: int = 1  # heads of a group that is copied as padded tiles (`_heads_per_aligned_copy_and_word_shift`)
     HEAD_SHIFT: int = 0  # packed words by which a head's row begins later in its padded row than the previous head's
     ROW_PACKED: int = 0  # packed words of a row
     SCALE_SMEM_SHAPE: tuple[int, ...] = ()  # tiles, heads and keys in either order, and words if there are several
@@ -139,7 +139,7 @@ class KVLayout(KernelConfig):
 
 class TensorMapSpec(NamedTuple):
     """Tensor map of a cache: shape, strides and box of one copy in elements of `view`; rows per page, or 0 where pages
-    are a dimension of their own; padded_heads: heads of a group (`_padded_heads_per_group_and_word_shift`)."""
+    are a dimension of their own; padded_heads: heads of a group (`_heads_per_aligned_copy_and_word_shift`)."""
 
     shape: list[int]
     strides: list[int]
@@ -174,7 +174,7 @@ class TensorMapSpec(NamedTuple):
         return self if why_not is None else None
 
 
-def make_tensor_map_specs(
+def make_kv_and_scale_map_specs(
     f: SimpleNamespace, heads_per_cta: int, keys_per_copy: int, shared_tiles: bool, head_dim_parts: int
 ) -> tuple[list[TensorMapSpec], list[TensorMapSpec | None]]:
     """Returns the specs of K and V codes, and of stored scales that are copied, else None; a copy is `keys_per_copy`
@@ -198,7 +198,7 @@ def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, head_dim_par
     of 8.
 
     A packed word is 16 bits. In shared memory a copy of many keys is tiles of 16 keys, whose rows are a power of two:
-    the engine pads a shorter row with zeros, or with its neighbours (`_padded_heads_per_group_and_word_shift`).
+    the engine pads a shorter row with zeros, or with its neighbours (`_heads_per_aligned_copy_and_word_shift`).
 
     head_dim_parts: of a head; each counts as one in the cache's shape, but not in its strides
     """
@@ -217,7 +217,7 @@ def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, head_dim_par
     rows = (pages - 1) * rows_per_page + slots
     # Pages that share memory have no pitch: a stride of 0 is refused below.
     flat = s_p > 0 and s_p % (n * s_s) == 0 and n <= rows < 2**31
-    padded_heads, shift = _padded_heads_per_group_and_word_shift(2 * packed, heads_per_cta) if s_h == width else (1, 0)
+    padded_heads, shift = _heads_per_aligned_copy_and_word_shift(2 * packed, heads_per_cta) if s_h == width else (1, 0)
     if flat and padded_heads > 1:
         group_row = packed + (padded_heads - 1) * shift  # of a group's last row, from the begin of its padded row
         shape, box = (
@@ -249,7 +249,7 @@ def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, head_dim_par
     return TensorMapSpec(shape, strides, [1, *box], swizzle, torch.int16, 0).self_or_none_if_tma_cannot_copy()
 
 
-def _padded_heads_per_group_and_word_shift(row_bytes: int, heads_per_cta: int) -> tuple[int, int]:
+def _heads_per_aligned_copy_and_word_shift(row_bytes: int, heads_per_cta: int) -> tuple[int, int]:
     """Returns (heads_per_cta of a group, packed words by which each row begins later in its padded row), or (1, 0); for
     adjacent heads_per_cta of row_bytes.
 

@@ -267,7 +267,7 @@ def rounded_or_unsplit_bounds_blocks_per_range(SEQ_LENS, CU_SEQLENS_Q, B, i_rang
 @gluon.jit
 def load_n_and_m_block_counts_of_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg: gl.constexpr, BY_WARP: gl.constexpr = False):
     """Loads (num_n_blocks, num_m_blocks) of all requests, early, so that other work can overlap it: for
-    `rounded_or_unsplit_cta_range_and_request`.
+    `rounded_or_unsplit_bounds_request_and_base`.
 
     BY_WARP: each warp holds all requests, so that sums need no barriers, but more registers
     """
@@ -278,7 +278,7 @@ def load_n_and_m_block_counts_of_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg: gl.con
 
 
 @gluon.jit
-def rounded_or_unsplit_cta_range_and_request(n_and_m_block_counts, i_range, num_ranges, cfg: gl.constexpr):
+def rounded_or_unsplit_bounds_request_and_base(n_and_m_block_counts, i_range, num_ranges, cfg: gl.constexpr):
     """Returns `rounded_or_unsplit_bounds_blocks_per_range` and `find_request_and_base_of_block` of its first n_block
     in one, for up to BLOCK_B requests."""
     num_n_blocks, num_m_blocks = n_and_m_block_counts
