@@ -113,7 +113,8 @@ def test_the_queries_are_rotated_once_and_without_fused_multiply_adds():
     call = call_of(tokens=512, chunks=2)
     launches = record(mla_prefill.run, call, mla_prefill.configure(facts(call)))
     latents = [(fn, args, kwargs) for fn, _, args, kwargs in launches if fn.fn.__name__ == "gather_latents_kernel"]
-    assert [dict(zip(fn.arg_names, args, strict=True))["IS_FIRST_CHUNK"] for fn, args, _ in latents] == [True, False]
+    first = "ROPE_Q_AND_CLEAR_PADDING"
+    assert [dict(zip(fn.arg_names, args, strict=True))[first] for fn, args, _ in latents] == [True, False]
     fn, args, kwargs = latents[0]
     assert compile_launch(fn, args, kwargs, 90)["ptx"].count("fma.rn") == 0
 

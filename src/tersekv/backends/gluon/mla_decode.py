@@ -169,7 +169,7 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
         | outputs
         | _tensor_map_and_oob_row_args(f, cfg, cache_matrices)
     )
-    arguments |= _gathered_rows_and_lookup_args(f, bool(listed_rows))
+    arguments |= _listed_row_gather_args_or_none(f, bool(listed_rows))
     arguments |= {"max_m_blocks": max_m_blocks, "STAGES": config.num_stages, "cfg": cfg}
     if "NUM_CONSUMERS" in kernel.arg_names:  # of `small_m`
         arguments["NUM_CONSUMERS"] = config.num_consumers
@@ -215,7 +215,7 @@ def _choose_max_registers(is_16_bit: bool, config: MLADecodeConfig) -> int:
     return min(65536 // (128 * warpgroups * config.ctas_per_sm), 168) // 8 * 8
 
 
-def _gathered_rows_and_lookup_args(f: SimpleNamespace, has_listed_rows: bool) -> dict[str, Any]:
+def _listed_row_gather_args_or_none(f: SimpleNamespace, has_listed_rows: bool) -> dict[str, Any]:
     """Returns the arguments by which rows of listed keys are copied; pitches in 16 bytes."""
     parts = {"ckv": f.ckv, "kpe": f.kpe, "scale": f.ckv_scale_cache}
     pitches = {
@@ -259,18 +259,18 @@ def _make_combine_launch(
     return KernelLaunch(combine_kernel, grid, arguments, num_warps=warps, launch_pdl=True)
 
 
-def choose_num_head_blocks(f: SimpleNamespace, block_m: int, num_ctas: int) -> int:
-    """Returns the number of head blocks for which a CTA computes the fewest tiles of `block_m` query rows.
+def choose_num_head_blocks(f: SimpleNamespace, rows_per_work_tile: int, num_ctas: int) -> int:
+    """Returns the number of head blocks for which a CTA computes the fewest tiles of `rows_per_work_tile` query rows.
 
-    Adjacent blocks read a tile from the L2 cache. Rows of a block beyond `block_m` are another work tile, which reads
-    the cache again. On an H200, 2026-11-21, bf16, 128 × 8K: 96 heads in one block (64 + 32 rows) 579 µs, in
+    Adjacent blocks read a tile from the L2 cache. Rows of a block beyond `rows_per_work_tile` are another work tile,
+    which reads the cache again. On an H200, 2026-11-21, bf16, 128 × 8K: 96 heads in one block (64 + 32 rows) 579 µs, in
     two of 48 455; 32 heads of 4 query tokens, one block (64 + 64 rows) 581, two 461. Ragged rows count as one token
     each.
     """
     heads, tokens = f.q_nope.shape[1], 1 if f.cu_seqlens_q is not None else f.max_q_len
 
     def cost(n: int) -> tuple[float, int]:
-        return n * -(-tokens * (heads // n) // block_m) / (num_ctas // n * n), -n
+        return n * -(-tokens * (heads // n) // rows_per_work_tile) / (num_ctas // n * n), -n
 
     return min((n for n in range(1, min(heads, num_ctas) + 1) if heads % n == 0), key=cost, default=1)
 

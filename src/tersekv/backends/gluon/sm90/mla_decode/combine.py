@@ -77,7 +77,7 @@ def combine_kernel(
 
 
 @triton.jit
-def load_and_combine_splits_of_rows(
+def load_splits_and_return_normalized_rows(
     SPLIT_WORKSPACE, first_cta_of_row, num_splits_of_row, o_r, o_d, value_scale, SPLITS_PER_STEP: tl.constexpr,
     cfg: tl.constexpr,
 ):  # fmt: skip
@@ -164,7 +164,7 @@ def combine_project_kernel(
     unsplit_latents = tl.load(p_unsplit, mask=(is_row & (num_splits <= 1))[:, None], other=0.0)
     value_scale = load_device_or_host_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE)
     o_d = tl.arange(0, cfg.DV) % cfg.PACK * cfg.BLOCK_DV + tl.arange(0, cfg.DV) // cfg.PACK
-    latents = load_and_combine_splits_of_rows(
+    latents = load_splits_and_return_normalized_rows(
         SPLIT_WORKSPACE, first_cta, tl.where(is_split, num_splits, 0), o_r, o_d, value_scale, SPLITS_PER_STEP, cfg
     )
     latents = tl.where(is_split[:, None], cast_output(latents, LATENTS, cfg), unsplit_latents)

@@ -207,8 +207,9 @@ def sum_scores_of_query_terms(s, SCORE_LAYOUT: gl.constexpr, Q_TERMS: gl.constex
 
 
 @gluon.jit
-def compute_scores_and_first_v_fp8(smem_kv, stage, q, opaque_zero, Q_TERMS: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
-                       cfg: gl.constexpr):  # fmt: skip
+def compute_scores_fp8_and_first_v_or_empty(
+    smem_kv, stage, q, opaque_zero, Q_TERMS: gl.constexpr, SCORE_LAYOUT: gl.constexpr, cfg: gl.constexpr
+):
     """Returns (QK: fp32 [BLOCK_N, BLOCK_M], the first chunk of V where registers allow, else ())."""
     CHUNKS: gl.constexpr = cfg.CHUNKS
     ckv, k_pe = smem_kv.latents, smem_kv.pe
@@ -447,7 +448,9 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, first_kv_it
                 max_group_scale = gl.maximum(max_group_scale, gl.abs(scales[i]))
             s += gl.log2(max_group_scale)[:, None]
         elif IS_FP8:
-            s, first_v = compute_scores_and_first_v_fp8(smem_kv, stage, q, opaque_zero, Q_TERMS, SCORE_LAYOUT, cfg)
+            s, first_v = compute_scores_fp8_and_first_v_or_empty(
+                smem_kv, stage, q, opaque_zero, Q_TERMS, SCORE_LAYOUT, cfg
+            )
             s *= score_scale[None, :]
         else:
             s = compute_scores_bf16(q.latents, smem_kv, stage, opaque_zero, SCORE_LAYOUT, cfg) * score_scale

@@ -182,7 +182,7 @@ def max_abs_bits(a, b):
 
 
 @gluon.jit
-def query_inv_scales_and_q_scales(chunks, negate_inv, CHUNKS: gl.constexpr):
+def query_row_inv_scales_and_q_scales(chunks, negate_inv, CHUNKS: gl.constexpr):
     """Returns (inv_scale of rows, as bf16; q_scale of their scores), powers of two.
 
     Scaled, each row's largest element lies in [128, 256): elements down to 2^-10 of that are exact in two e4m3 terms.
@@ -235,7 +235,7 @@ def store_query_and_scales(chunks, q_nope, q_pe, q_scales, negate, i_step, Q_TER
     q_pe_chunk = chunks[CHUNKS]
     ROW: gl.constexpr = gl.SliceLayout(1, q_pe_chunk.type.layout)
     if Q_TERMS == 2:
-        inv_scale, q_scale = query_inv_scales_and_q_scales(chunks, negate, CHUNKS)
+        inv_scale, q_scale = query_row_inv_scales_and_q_scales(chunks, negate, CHUNKS)
         for i in gl.static_range(CHUNKS):
             store_e4m3_and_residual_of_step(chunks[i], inv_scale, q_nope, STEPS * i + i_step)
         if q_pe.dtype == gl.bfloat16:
@@ -335,11 +335,11 @@ def arrive_p_full_if(p_full, is_set):
 
 
 @gluon.jit
-def compute_scores(smem_kv, q, second_terms_s, stage, opaque_zero, prev_p_full_and_has_prev, Q_TERMS: gl.constexpr,
+def compute_scores(smem_kv, q, second_terms_s, stage, opaque_zero, arrive_p_full_if_args, Q_TERMS: gl.constexpr,
                    SCORE_LAYOUT: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Returns QK of a tile: fp32 [BLOCK_M, BLOCK_N]. second_terms_s: finished QK of second terms and rotary part
 
-    prev_p_full_and_has_prev: with one term, arguments of `arrive_p_full_if`, called once all MMAs have started
+    arrive_p_full_if_args: with one term, arguments of `arrive_p_full_if`, called once all MMAs have started
     """
     CHUNKS: gl.constexpr = cfg.CHUNKS
     ckv, k_pe = smem_kv.latents, smem_kv.pe
@@ -359,16 +359,16 @@ def compute_scores(smem_kv, q, second_terms_s, stage, opaque_zero, prev_p_full_a
         k_i = ckv.index(stage * CHUNKS + i).permute((1, 0))
         next_x = warpgroup_mma(q_nope.index(opaque_zero + i).slice(0, BLOCK_M), k_i, zero, use_acc=False, is_async=True)
         if Q_TERMS == 1 and i == CHUNKS - 1:
-            arrive_p_full_if(prev_p_full_and_has_prev[0], prev_p_full_and_has_prev[1])
+            arrive_p_full_if(arrive_p_full_if_args[0], arrive_p_full_if_args[1])
         s += warpgroup_mma_wait(1, [x])
         x = next_x
     return s + warpgroup_mma_wait(0, [x])
 
 
 @gluon.jit
-def compute_scores_with_group_scales(smem_kv, q, stage, opaque_zero, score_scales, scales_full, phase,
-                                     prev_p_full_and_has_prev, Q_TERMS: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
-                                     cfg: gl.constexpr):  # fmt: skip
+def wait_and_compute_scores_with_group_scales(smem_kv, q, stage, opaque_zero, score_scales, scales_full, phase,
+                                              arrive_p_full_if_args, Q_TERMS: gl.constexpr,
+                                              SCORE_LAYOUT: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Returns QK where each chunk of a key has a scale and the rotary part is bf16: fp32 [BLOCK_M, BLOCK_N].
 
     `store_group_scales_max_and_v_ratios` stores score_scales and signals scales_full.
@@ -391,7 +391,7 @@ def compute_scores_with_group_scales(smem_kv, q, stage, opaque_zero, score_scale
             q_nope.index(opaque_zero + i), ckv.index(stage * CHUNKS + i).permute((1, 0)), zero, Q_TERMS
         )
         if i == CHUNKS - 1:
-            arrive_p_full_if(prev_p_full_and_has_prev[0], prev_p_full_and_has_prev[1])
+            arrive_p_full_if(arrive_p_full_if_args[0], arrive_p_full_if_args[1])
         s += warpgroup_mma_wait(Q_TERMS, [x]) * score_scales.index(SCALE_COLUMNS * stage + i - 1).load(ROW)[None, :]
         x = next_x
     return s + warpgroup_mma_wait(0, [x]) * score_scales.index(SCALE_COLUMNS * stage + CHUNKS - 1).load(ROW)[None, :]
@@ -453,7 +453,7 @@ def store_p_key_halves_to_smem(p, smem_p, p_stage):
 
 @gluon.jit
 def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides, STAGES: gl.constexpr,
-                         PREFETCH_RESIDUAL_QK: gl.constexpr, Q_TERMS: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+                         PREFETCH_SECOND_TERMS_QK: gl.constexpr, Q_TERMS: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Computes QK and softmax of the CTA range.
 
     For every tile it stores P and rescale for the PV warpgroups; at the end of a work tile, in one more iteration,
@@ -490,7 +490,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
         zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S)
         second_terms_s = zero
         # Prologue: QK of second terms for the first tile.
-        if PREFETCH_RESIDUAL_QK:
+        if PREFETCH_SECOND_TERMS_QK:
             wait_copies(full.index(kv_iter % STAGES), (kv_iter // STAGES) & 1, cfg)
             for i in gl.static_range(MMA_BATCHES):
                 second_terms_s = start_second_terms_qk(
@@ -500,7 +500,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
         for n_block in range(n_block_begin, n_block_end):
             # Wait for the tile.
             stage = kv_iter % STAGES
-            if not PREFETCH_RESIDUAL_QK:
+            if not PREFETCH_SECOND_TERMS_QK:
                 wait_copies(full.index(stage), (kv_iter // STAGES) & 1, cfg)
             # With two stages the next stage is the previous one, whose arrival was deferred to here.
             p_full_args = (p_full.index((p_iter + 1) % P_STAGES), n_block > n_block_begin)
@@ -508,7 +508,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             # NOTE: n_block >> 30 is 0. A constant would make the compiler keep, and spill, the descriptors of q.
             if cfg.GROUP_SCALES:
                 phase = (kv_iter // STAGES) & 1
-                s = compute_scores_with_group_scales(
+                s = wait_and_compute_scores_with_group_scales(
                     smem_kv, q, stage, n_block >> 30, score_scales, mbarriers.scales_full.index(stage), phase,
                     p_full_args, Q_TERMS, S, cfg,
                 )  # fmt: skip
@@ -523,7 +523,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             if not cfg.GROUP_SCALES:
                 sync_and_arrive(empty.index(stage))
             # The softmax overlaps second-term QK of the next tile; after the last tile its result is unused.
-            if PREFETCH_RESIDUAL_QK:
+            if PREFETCH_SECOND_TERMS_QK:
                 next_stage = (kv_iter + 1) % STAGES
                 mbarrier.wait(full.index(next_stage), ((kv_iter + 1) // STAGES) & 1, pred=n_block + 1 < n_block_end)
                 fence_copies(cfg)
@@ -540,7 +540,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             safe_max = gl.where(row_max_new == float("-inf"), 0.0, row_max_new)
             rescale = gl.where(row_max_new == row_max, 1.0, gl.exp2(row_max - safe_max))
             row_max = row_max_new
-            if PREFETCH_RESIDUAL_QK:
+            if PREFETCH_SECOND_TERMS_QK:
                 second_terms_s = start_second_terms_qk(smem_kv, q, next_stage, n_block >> 30, second_terms_s, 1, cfg)
             # P and row_sum.
             p = exp2_of_scores_minus_max(s, row_scales, safe_max, cfg)
@@ -551,7 +551,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
                 sync_and_arrive(empty.index(stage))
             else:
                 row_sum = row_sum * rescale + lane_row_sum(p)
-            if PREFETCH_RESIDUAL_QK:
+            if PREFETCH_SECOND_TERMS_QK:
                 second_terms_s = start_second_terms_qk(smem_kv, q, next_stage, n_block >> 30, second_terms_s, 2, cfg)
             # Wait for a free P stage; store P and rescale.
             mbarrier.wait(p_empty.index(p_iter % P_STAGES), ((p_iter // P_STAGES) & 1) ^ 1)
@@ -561,12 +561,12 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
                 gl.permute(gl.reshape(needs_rescale.to(gl.int8), [4, 16, LANES_PER_ROW]), (1, 2, 0))
             )
             fence_async_shared()
-            if PREFETCH_RESIDUAL_QK:
+            if PREFETCH_SECOND_TERMS_QK:
                 sync_and_arrive(p_full.index(p_iter % P_STAGES))
                 second_terms_s = warpgroup_mma_wait(0, [second_terms_s])
             kv_iter += 1
             p_iter += 1
-        if not PREFETCH_RESIDUAL_QK:
+        if not PREFETCH_SECOND_TERMS_QK:
             sync_and_arrive(p_full.index((p_iter + 1) % P_STAGES))
         # Epilogue: acc_scale for the PV warpgroups, then metadata, and LSE or the partial state.
         row_max, row_sum = gl.max(row_max, 1), gl.sum(row_sum, 1)
@@ -874,7 +874,7 @@ def mla_decode_three_warpgroups_kernel(
     )
     # With an 8-bit rotary part half of QK is of second terms: those MMAs overlap the previous softmax. Without second
     # terms, or with scales, which need registers, PV of the previous tile does.
-    PREFETCH_RESIDUAL_QK: gl.constexpr = Q_TERMS == 2 and not cfg.GROUP_SCALES
+    PREFETCH_SECOND_TERMS_QK: gl.constexpr = Q_TERMS == 2 and not cfg.GROUP_SCALES
     # NOTE: more than the compiler needs makes it wait for each MMA, and so does less.
     QK_REGISTERS: gl.constexpr = 136 if cfg.GROUP_SCALES else 128
     thread_barrier()  # arguments of the partitions may overwrite memory that reductions read
@@ -883,7 +883,7 @@ def mla_decode_three_warpgroups_kernel(
             (producer, (tensor_maps, cache_rows, page_lookup, mbarriers.full, mbarriers.empty, smem_kv, cta_range,
                         scale_buffers_and_first_q_full, STAGES, cfg)),
             (qk_softmax_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales, cta_range, strides, STAGES,
-                                    PREFETCH_RESIDUAL_QK, Q_TERMS, cfg)),
+                                    PREFETCH_SECOND_TERMS_QK, Q_TERMS, cfg)),
             (pv_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales.score_scale, cta_range, strides, 0,
                             STAGES, Q_TERMS, cfg)),
             (pv_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales.score_scale, cta_range, strides, 1,

@@ -8,7 +8,7 @@ copies tiles by TMA, in groups of 128 columns, as each becomes free.
 Loops over groups are not unrolled, and each warp branches around rare work by itself: the code of all warps should fit
 the instruction cache, and no vote of a whole warpgroup should delay P.
 
-Mask: `apply_mask`; lazy row_max: `mask_and_lazy_softmax_p_and_row_max`; rescale: `rescale_acc`; wait for a
+Mask: `apply_mask`; lazy row_max: `masked_softmax_to_p_and_lazy_row_max`; rescale: `rescale_acc`; wait for a
 free group: `acquire_and_copy_kv_tile`; combine: `combine.py`.
 """
 
@@ -309,7 +309,7 @@ def exp2_minus_max(x, row_max):
 
 
 @gluon.jit
-def mask_and_lazy_softmax_p_and_row_max(s, row_max, score_scale, n_block, work_tile, cfg: gl.constexpr):
+def masked_softmax_to_p_and_lazy_row_max(s, row_max, score_scale, n_block, work_tile, cfg: gl.constexpr):
     """Returns (P, row_max_new) of masked scores; row_max is raised only where P would pass 2^RESCALE_THRESHOLD."""
     s = apply_mask(s, n_block, work_tile, cfg)
     block_max = gl.max(s, 1) * score_scale
@@ -413,7 +413,7 @@ def mainloop_qk_even_tiles_pv_left_columns(
                 )
             ],
         )
-        p, row_max_new = mask_and_lazy_softmax_p_and_row_max(s, row_max, score_scale, n_block, work_tile, cfg)
+        p, row_max_new = masked_softmax_to_p_and_lazy_row_max(s, row_max, score_scale, n_block, work_tile, cfg)
         p_16bit = p.to(k_pe.dtype)
         # Publish row_max and P.
         smem_row_max_and_sum.index(0).store(row_max_new)
@@ -464,7 +464,7 @@ def mainloop_qk_odd_tiles_pv_right_columns(
         )
         # Mask and softmax; publish row_max and P.
         s = warpgroup_mma_wait(1, [s])
-        p, row_max_new = mask_and_lazy_softmax_p_and_row_max(s, row_max, score_scale, n_block + 1, work_tile, cfg)
+        p, row_max_new = masked_softmax_to_p_and_lazy_row_max(s, row_max, score_scale, n_block + 1, work_tile, cfg)
         p_16bit = p.to(k_pe.dtype)
         smem_row_max_and_sum.index(1).store(row_max_new)
         k_pe.index(1).store(p_16bit)

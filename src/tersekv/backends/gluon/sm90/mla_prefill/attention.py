@@ -1,6 +1,6 @@
 """Ragged causal attention of new tokens to one chunk of up-projected keys and values (MLA prefill, last stage), sm_90.
-The mask, the rescale and the consumer's waits are in `mainloop_step`, the waits for free stages in `producer`; chunks
-are combined in `normalize_merge_and_store_output`.
+The mask, the rescale and the consumer's waits are in `qk_softmax_and_prev_pv_step`, the waits for free stages in
+`producer`; chunks are combined in `normalize_merge_and_store_output`.
 
 What it computes, and from what: see the Triton file of the same name. A persistent CTA is warp-specialised: a producer
 warp takes work tiles (request, head, 128 queries) from a counter, longest first, and copies their key blocks by TMA;
@@ -175,7 +175,7 @@ def producer(
 
 
 @gluon.jit
-def mainloop_step(
+def qk_softmax_and_prev_pv_step(
     state, kv_iter, is_last, last_key, num_keys, may_have_nan, buffers, mbarriers, score_scale,
     SCORE_LAYOUT: gl.constexpr,
     MASKED: gl.constexpr,
@@ -328,7 +328,7 @@ def consumer(
             # Masked key blocks
             for n_block in range(1, num_n_blocks - num_unmasked_blocks):
                 n_start -= BLOCK_N
-                acc_o, row_max, row_sum, p_packed = mainloop_step(
+                acc_o, row_max, row_sum, p_packed = qk_softmax_and_prev_pv_step(
                     SoftmaxState(acc_o, row_max, row_sum, p_packed), kv_iter, n_block == num_n_blocks - 1,
                     last_key - n_start, num_keys - n_start, may_have_nan, buffers, mbarriers,
                     score_scale, S, True, I_CONSUMER, STAGES,
@@ -336,7 +336,7 @@ def consumer(
                 kv_iter += 1
             # Unmasked key blocks
             for n_block in range(gl.maximum(num_n_blocks - num_unmasked_blocks, 1), num_n_blocks):
-                acc_o, row_max, row_sum, p_packed = mainloop_step(
+                acc_o, row_max, row_sum, p_packed = qk_softmax_and_prev_pv_step(
                     SoftmaxState(acc_o, row_max, row_sum, p_packed), kv_iter, n_block == num_n_blocks - 1, last_key,
                     num_keys, may_have_nan, buffers, mbarriers,
                     score_scale, S, False, I_CONSUMER, STAGES,
@@ -435,7 +435,7 @@ def attention_kernel(
 # Its launch, and arguments that both attention kernels take.
 
 
-def query_and_kv_tensor_map_args(f: SimpleNamespace, num_rows: int, block_n: int) -> dict[str, TensorMapArg]:
+def q_nope_q_pe_kv_and_kpe_tensor_map_args(f: SimpleNamespace, num_rows: int, block_n: int) -> dict[str, TensorMapArg]:
     """Returns tensor maps of queries and keys, by key blocks of `block_n`."""
     heads, nope, rope, dim_v = head_dims(f)
     tokens = f.q.shape[0]
@@ -501,7 +501,7 @@ def make_attention_launch(
     only_if_overflowed: the kernel does something only where that of three warpgroups overflowed
     """
     several_chunks = has_previous_chunk or has_next_chunk
-    arguments: dict[str, Any] = query_and_kv_tensor_map_args(f, num_rows, BLOCK_N)
+    arguments: dict[str, Any] = q_nope_q_pe_kv_and_kpe_tensor_map_args(f, num_rows, BLOCK_N)
     arguments |= attention_args_without_tensor_maps(f, i_chunk, num_rows, BLOCK_M.value, several_chunks) | {
         **tensor_args(OUT_RESIDUAL="OUT_RESIDUAL" if several_chunks else "out", WORK_COUNTER="WORK_COUNTER"),
         # read only if needed

@@ -65,14 +65,14 @@ def apply_rope_to_heads_in_place(
 
 @triton.jit
 def rope_queries_and_store_empty_padding_outputs(
-    Q, OUT, LSE, FREQS_CIS, CACHE_LENS, CU_SEQLENS_Q, first_token, num_tokens, B, H, max_pos, stride_qt, stride_qh,
-    stride_ot, stride_oh, stride_lt, stride_lh, stride_freqs_cis,
+    Q, OUT, LSE, FREQS_CIS, CACHE_LENS, CU_SEQLENS_Q, grid_stride_first_token, num_tokens, B, H, max_pos, stride_qt,
+    stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_freqs_cis,
     DN: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Of tokens first_token, + num_programs, …: rotates those of a request, clears the outputs of the others."""
+    """Of tokens grid_stride_first_token, + num_programs, …: rotates those of a request, clears the others' outputs."""
     q_begin, q_end = tl.load(CU_SEQLENS_Q).to(tl.int64), tl.load(CU_SEQLENS_Q + B).to(tl.int64)
-    t = first_token
+    t = grid_stride_first_token
     while t < num_tokens:
         if (t < q_begin) | (t >= q_end):
             first_head = H * 0
@@ -102,13 +102,13 @@ def gather_latents_kernel(
     PAGE: tl.constexpr, DN: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, R: tl.constexpr, L_PAD: tl.constexpr,
     R_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, STORAGE_KIND: tl.constexpr,
     NATIVE_FP8_CAST: tl.constexpr,
-    IS_FIRST_CHUNK: tl.constexpr, USE_PDL: tl.constexpr,
+    ROPE_Q_AND_CLEAR_PADDING: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Gathers one row of the chunk, clears WORK_COUNTER's 4 numbers, and stores MAY_HAVE_NAN [rows]."""
     pdl_early_launch_and_wait(USE_PDL)
     i_row = tl.program_id(0).to(tl.int64)
     tl.store(WORK_COUNTER + tl.arange(0, 4), tl.zeros([4], tl.int32), mask=i_row == 0)
-    if IS_FIRST_CHUNK:
+    if ROPE_Q_AND_CLEAR_PADDING:
         rope_queries_and_store_empty_padding_outputs(
             Q, OUT, LSE, FREQS_CIS, CACHE_LENS, CU_SEQLENS_Q, i_row, num_tokens, B, H, max_pos, stride_qt, stride_qh,
             stride_ot, stride_oh,
@@ -169,7 +169,7 @@ def make_gather_launch(
     arguments |= output_tensors | {
         "num_tokens": f.q.shape[0], "stride_scales_out": max_rows if f.kv_b_proj_scale is not None else 0,
         "BLOCK_H": min(_MAX_BLOCK_H, next_power_of_2(f.q.shape[1])), "STORAGE_KIND": k_pe_storage_kind(f.format),
-        "NATIVE_FP8_CAST": native_casts, "IS_FIRST_CHUNK": is_first_chunk, "USE_PDL": use_pdl,
+        "NATIVE_FP8_CAST": native_casts, "ROPE_Q_AND_CLEAR_PADDING": is_first_chunk, "USE_PDL": use_pdl,
     }  # fmt: skip
     # Two warps: a row is short, and more programs wait for memory at a time.
     return KernelLaunch(

@@ -40,7 +40,7 @@ from .attention import (
     OVERFLOWED,
     TAKEN_BY_THREE_WARPGROUPS,
     attention_args_without_tensor_maps,
-    query_and_kv_tensor_map_args,
+    q_nope_q_pe_kv_and_kpe_tensor_map_args,
 )
 from .tile_scheduler import (
     LN2,
@@ -446,7 +446,7 @@ def is_faster_than_two_warpgroups(f: SimpleNamespace, num_sms: int) -> bool:
 
 def make_attention_launch(f: SimpleNamespace, i_chunk: int, num_rows: int, num_sms: int, use_pdl: bool) -> KernelLaunch:
     """Returns the launch for the only chunk, of `num_rows` rows (WORK_COUNTER: `attention.make_attention_launch`)."""
-    tensor_maps = query_and_kv_tensor_map_args(f, num_rows, BLOCK_N.value)
+    tensor_maps = q_nope_q_pe_kv_and_kpe_tensor_map_args(f, num_rows, BLOCK_N.value)
     dim_v, columns = f.out.shape[2], f.kv_b_proj.shape[0]
     layout = gl.NVMMASharedLayout.get_default_for([ROWS_PER_WARPGROUP.value, 64], gl.bfloat16)
     arguments = attention_args_without_tensor_maps(f, i_chunk, num_rows, BLOCK_M.value, False) | {

@@ -286,8 +286,8 @@ def max_exponent(x):
 
 
 @gluon.jit
-def store_tile_row_scales_and_v_scale_to_smem(stored_scales, k_and_v_scales, iter, cfg: gl.constexpr):
-    """Stores a tile's row k_and_v_scales and its TileVScale in shared memory.
+def store_v_scales_and_k_block_scales_to_smem(stored_scales, k_and_v_scales, iter, cfg: gl.constexpr):
+    """Stores a tile's V scales, its K block scales and its zero points in shared memory: all but K's token scales.
 
     TileVScale has 2 × STAGES stages: consumers that read the one overwritten here have released its K, or the previous
     tile could not have been dequantized.
@@ -474,7 +474,7 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
                     stored_scales, page_ids, n_start - cfg.BLOCK_N, key_begin, key_end, kv_head, cfg
                 )
                 page_ids = load_page_id_of_each_key(page_table, n_start - 2 * cfg.BLOCK_N, key_begin, key_end, cfg)
-                store_tile_row_scales_and_v_scale_to_smem(stored_scales, scales, code_iter, cfg)
+                store_v_scales_and_k_block_scales_to_smem(stored_scales, scales, code_iter, cfg)
             # Dequantize K, then V.
             if cfg.COLUMN_SPLIT:
                 if not cfg.FP8_QK:  # noqa: SIM102 - known to the compiler, unlike the other

@@ -42,7 +42,7 @@ def allocate_stages_and_mbarriers(
 
 
 @gluon.jit
-def allocate_query_parts(dtype: gl.constexpr, cfg: gl.constexpr):
+def allocate_query_column_parts(dtype: gl.constexpr, cfg: gl.constexpr):
     """Allocates the one query tile of both consumers, in parts of its columns."""
     tiles = gl.allocate_shared_memory(
         dtype, [cfg.K_PARTS, ROWS_PER_WARPGROUP, cfg.K_COLUMNS], gl.NVMMASharedLayout(128, 16, 2)
@@ -161,7 +161,7 @@ def prefill_kernel(
     STAGES: gl.constexpr = cfg.STAGES
     READERS: gl.constexpr = 1 if cfg.COLUMN_SPLIT else 2  # consumers that read a stage of K or V
     if cfg.COLUMN_SPLIT:
-        q_stages = allocate_query_parts(MMA_DTYPE, cfg)
+        q_stages = allocate_query_column_parts(MMA_DTYPE, cfg)
     else:
         q_stages = allocate_stages_and_mbarriers(MMA_DTYPE, 2, ROWS_PER_WARPGROUP, cfg.D, 1)
     if cfg.FP8_QK:

@@ -161,7 +161,7 @@ def release_k(k_stages, iter, cfg: gl.constexpr, enabled=True):
 
 
 @gluon.jit
-def load_k_scales(stored_scales, iter, cfg: gl.constexpr):
+def load_k_token_scales_or_placeholder(stored_scales, iter, cfg: gl.constexpr):
     """Loads a tile's scales per key, if any: while QK runs, before its wait and before the K stage is released."""
     if cfg.K.TOKEN_SCALES:
         return stored_scales.k_scales_smem.index(stage_and_phase(iter, cfg.STAGES)[0]).load(
@@ -452,7 +452,7 @@ def concat_halves(acc_low, acc_high, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def start_qk_and_fp8_pv_finish_half(state, q, q_stages, k_stages, v_stages, iter, has_next, cfg: gl.constexpr):
+def start_qk_and_fp8_pv_high_finish_low(state, q, q_stages, k_stages, v_stages, iter, has_next, cfg: gl.constexpr):
     """Returns (scores in flight, acc_low after PV, PV of the other half in flight), all by 8-bit MMAs."""
     p_operand = unpack_p_e4m3_to_mma_operand(state.p_packed, cfg)
     acc_low = start_half_pv_from_zero(p_operand, v_stages, iter - 1, 0, cfg)
@@ -508,7 +508,9 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
     prev_stage, _ = stage_and_phase(iter - 1, cfg.STAGES)
     warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER, cfg)
     if cfg.FP8_PV:
-        s, acc_low, acc_high = start_qk_and_fp8_pv_finish_half(state, q, q_stages, k_stages, v_stages, iter, True, cfg)
+        s, acc_low, acc_high = start_qk_and_fp8_pv_high_finish_low(
+            state, q, q_stages, k_stages, v_stages, iter, True, cfg
+        )
     else:
         s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg)
         if cfg.COLUMN_SPLIT:
@@ -519,7 +521,7 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
         acc_o = start_pv(state, v_stages, iter - 1, cfg)
     warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg)
     tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, code_iter, cfg)
-    k_scales = load_k_scales(stored_scales, iter, cfg)
+    k_scales = load_k_token_scales_or_placeholder(stored_scales, iter, cfg)
     s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
     # Release K, and Q after the last block.
     release_k(k_stages, iter, cfg)
@@ -557,8 +559,9 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
 
 
 @gluon.jit
-def mainloop(state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages, shared_p, iter,
-             code_iter, work_tile, release_q, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+def mainloop_after_first_block(state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages,
+                               shared_p, iter, code_iter, work_tile, release_q, I_CONSUMER: gl.constexpr,
+                               cfg: gl.constexpr):  # fmt: skip
     """Computes all blocks of a work tile but the first; returns (state, iter, code_iter)."""
     first_n_block, unmasked_begin, unmasked_end = lowest_n_block_and_unmasked_range(work_tile, I_CONSUMER, cfg)
     first_key = first_n_block * cfg.BLOCK_N
@@ -624,10 +627,8 @@ def store_output_columns(OUT, acc_o, acc_scale, rows, strides, FIRST_COLUMN: gl.
 
 
 @gluon.jit
-def store_output_and_lse(
-    OUT, LSE, SINKS, work_tile, state, v_scale, strides, shared_p, num_done, I_CONSUMER: gl.constexpr,
-    cfg: gl.constexpr,
-):  # fmt: skip
+def store_output_and_lse(OUT, LSE, SINKS, work_tile, state, v_scale, strides, shared_p, num_done,
+                         I_CONSUMER: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Epilogue: stores this warpgroup's output rows and LSE of a work tile."""
     ROW: gl.constexpr = gl.SliceLayout(1, state.acc_o.type.layout)
     row_max = gl.convert_layout(state.row_max, ROW)
@@ -680,7 +681,7 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
         warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER, cfg)
         s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg)
         warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg)
-        k_scales = load_k_scales(stored_scales, iter, cfg)
+        k_scales = load_k_token_scales_or_placeholder(stored_scales, iter, cfg)
         s = apply_k_scales(warpgroup_mma_wait(0, [s]), k_scales, cfg)
         tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, iter, cfg)
         release_k(k_stages, iter, cfg)
@@ -694,9 +695,9 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
             )
         iter += 1
         while work_tile.num_n_blocks > 0:
-            state, iter, _codes = mainloop(state, mask_args, q, score_scales, stored_scales, softcap, q_stages,
-                                           k_stages, v_stages, shared_p, iter, iter, work_tile, True, I_CONSUMER,
-                                           cfg)  # fmt: skip
+            state, iter, _codes = mainloop_after_first_block(
+                state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages, shared_p, iter,
+                iter, work_tile, True, I_CONSUMER, cfg)  # fmt: skip
             # The last PV of a work tile overlaps the first QK of the next. After the last work tile, QK runs on
             # whatever the stage holds, and its scores are dropped.
             finished_tile = work_tile
@@ -710,7 +711,7 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
             n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
             warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER, cfg, has_next)
             if cfg.FP8_PV:
-                s, acc_low, acc_high = start_qk_and_fp8_pv_finish_half(
+                s, acc_low, acc_high = start_qk_and_fp8_pv_high_finish_low(
                     state, q, q_stages, k_stages, v_stages, iter, has_next, cfg
                 )
             else:
@@ -720,7 +721,7 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
                 acc_o = start_pv(state, v_stages, iter - 1, cfg)
             warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg, has_next)
             tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, iter, cfg)
-            k_scales = load_k_scales(stored_scales, iter, cfg)
+            k_scales = load_k_token_scales_or_placeholder(stored_scales, iter, cfg)
             s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
             release_k(k_stages, iter, cfg, has_next)
             mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=work_tile.num_n_blocks == 1)
@@ -742,8 +743,7 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
             # Mask and softmax of the next work tile's first block.
             state = softmax_state_after_first_block(
                 s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_v_scale, softcap, shared_p, iter, V,
-                cfg,
-                has_next,
+                cfg, has_next,
             )  # fmt: skip
             if not cfg.COLUMN_SPLIT:
                 is_edge = has_next & has_invalid_keys(mask_args, n_start, cfg)
@@ -791,7 +791,7 @@ def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales
         wait_last_v_columns_and_zero_oob_rows(new_v_stages, iter - 1, new_tile, new_cfg)
     acc_o = start_pv(state, new_v_stages, iter - 1, new_cfg)
     tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, code_iter, cfg)
-    k_scales = load_k_scales(stored_scales, iter, cfg)
+    k_scales = load_k_token_scales_or_placeholder(stored_scales, iter, cfg)
     s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
     release_k(k_stages, iter, cfg)
     mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=is_last)
@@ -846,8 +846,7 @@ def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages
         tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, code_iter, new_cfg)
         state = softmax_state_after_first_block(
             s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_v_scale, call_scales.softcap, shared_p,
-            iter,
-            NEW_DTYPE, new_cfg,
+            iter, NEW_DTYPE, new_cfg,
         )  # fmt: skip
         if not cfg.COLUMN_SPLIT:
             wait_v_and_zero_oob_rows(
@@ -855,9 +854,9 @@ def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages
             )
         iter += 1
         # Other new blocks.
-        state, iter, _code_iter = mainloop(state, mask_args, q, score_scales, stored_scales, call_scales.softcap,
-                                           q_stages, new_k_stages, new_v_stages, shared_p, iter, iter, work_tile,
-                                           has_no_cached, I_CONSUMER, new_cfg)  # fmt: skip
+        state, iter, _code_iter = mainloop_after_first_block(
+            state, mask_args, q, score_scales, stored_scales, call_scales.softcap, q_stages, new_k_stages, new_v_stages,
+            shared_p, iter, iter, work_tile, has_no_cached, I_CONSUMER, new_cfg)  # fmt: skip
         cached_score_scale, v_unit = load_score_and_v_scale_of_cached_kv(work_tile, call_scales, cfg)
         v_unit = gl.where(has_no_cached, 1.0, v_unit)
         if has_no_cached:
@@ -882,9 +881,9 @@ def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages
                                                 new_v_stages, shared_p, work_tile, iter, code_iter,
                                                 (cached_prefix.n_block_end - 1) * cfg.BLOCK_N,
                                                 cached_prefix.num_n_blocks == 1, I_CONSUMER, cfg, new_cfg)  # fmt: skip
-            state, iter, code_iter = mainloop(state, cached_mask_args, cached_q, cached_scales, stored_scales,
-                                              call_scales.softcap, q_stages, k_stages, v_stages, shared_p, iter + 1,
-                                              code_iter + 1, cached_tile, True, I_CONSUMER, cfg)  # fmt: skip
+            state, iter, code_iter = mainloop_after_first_block(
+                state, cached_mask_args, cached_q, cached_scales, stored_scales, call_scales.softcap, q_stages,
+                k_stages, v_stages, shared_p, iter + 1, code_iter + 1, cached_tile, True, I_CONSUMER, cfg)  # fmt: skip
             if cfg.COLUMN_SPLIT:
                 wait_last_v_columns_and_zero_oob_rows(v_stages, iter - 1, cached_tile, cfg)
             acc_o = warpgroup_mma_wait(0, [start_pv(state, v_stages, iter - 1, cfg)])
