@@ -10,7 +10,7 @@ from pathlib import Path
 from script import script
 
 ROOT = Path(__file__).parents[2]
-KEPT, PICTURE = ROOT / "benchmarks/results/h100_decode_timeline.jsonl", ROOT / "notes/decode_timeline.svg"
+KEPT, PICTURE = ROOT / "benchmarks/results/timelines/h100_decode.jsonl", ROOT / "notes/decode_timeline.svg"
 # In a process of its own: the kernels' modules are changed. Prints a line for each kernel: its name, its stamps.
 COMPILE = """
 import sys

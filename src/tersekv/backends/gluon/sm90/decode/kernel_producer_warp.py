@@ -32,7 +32,7 @@ from ..parts.tile_scheduler import (
     load_request_shape,
     make_work_tile_at_block,
 )
-from .combine import SplitWorkTile, arrive_and_combine_if_last, load_maybe_uninit_split_counter
+from .combine import TileSplits, arrive_and_combine_in_levels_if_last, load_maybe_uninit_split_counter
 from .kernel import (
     AttentionTensors,
     CallScales,
@@ -149,7 +149,7 @@ def consumer(
         # Splits of this work tile, if this launch combines them.
         if tile_cfg.FUSED_COMBINE_ROWS > 0 and not tile_cfg.UNSPLIT:
             first_range = (n_block_base + work_tile.m_block * work_tile.num_n_blocks) // cta_range.blocks_per_range
-            split_tile = SplitWorkTile(
+            split_tile = TileSplits(
                 cta_range.i_range, first_range, num_splits_of_tile(work_tile, cta_range.blocks_per_range, first_range)
             )
             maybe_uninit_counter_value = load_maybe_uninit_split_counter(
@@ -208,8 +208,10 @@ def consumer(
                 cfg, tile_cfg,
             )  # fmt: skip
             if tile_cfg.FUSED_COMBINE_ROWS > 0:
-                arrive_and_combine_if_last(tensors, scales, strides, split_tile, maybe_uninit_counter_value, first_head,
-                                           work_tile, cfg, tile_cfg)  # fmt: skip
+                arrive_and_combine_in_levels_if_last(
+                    tensors, scales, strides, split_tile, maybe_uninit_counter_value, first_head, work_tile, cfg,
+                    tile_cfg,
+                )  # fmt: skip
         block += work_tile.n_block_end - work_tile.n_block_begin
 
 
