@@ -4,10 +4,10 @@
     python scripts/sparse_page.py --write    bring them up to date
 
 From what benchmarks/index_recall.py kept in benchmarks/results, and from the formats' bytes; beside these stand times,
-as soon as benchmarks/results has context.jsonl:
+as soon as benchmarks/results has sparse/context.jsonl:
 
     tersekv bench --ops mla_decode,index,sparse --formats bf16,fp8_ds_mla,index_fp8 \\
-        --json benchmarks/results/context.jsonl \\
+        --json benchmarks/results/sparse/context.jsonl \\
         --cells 1x8192,1x16384,1x32768,1x65536,1x131072,1x262144,1x524288,1x1048576
 """
 
@@ -30,7 +30,7 @@ from tersekv.formats import latent_bytes_per_token
 from tersekv.testing.bench.cases import INDEX_DIM, RANK, ROPE, TOP
 
 PAGE, RESULTS, PICTURES = ROOT / "docs" / "sparse.md", ROOT / "benchmarks" / "results", ROOT / "docs" / "pictures"
-RECALL, TIMES, HEADS = "index_recall_cpu.json", "context.jsonl", 128
+RECALL, TIMES, HEADS = "index_recall_cpu.json", "sparse/context.jsonl", 128
 CONTEXTS = [1024 << n for n in range(3, 11)]
 SHOWN = (8192, 131072, 1 << 20)  # in the table
 # What a token reads: latents of all or of the chosen keys, index keys of all.
