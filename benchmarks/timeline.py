@@ -56,7 +56,7 @@ SPLIT_PASS = {
     "reduce_softmax_state_over_lanes": ("", "last product", "result.row_sum"),
     "store_output_and_lse": ("", "stored", ""),
     "store_partial": ("", "stored", ""),
-    "arrive_and_combine_if_last": ("", "combine ended", ""),
+    "arrive_and_combine_in_levels_if_last": ("", "combine ended", ""),
 }
 SCHEDULED, COPIED = ("", "scheduled", ""), ("", "first copy", "")
 THREADS = {"launch": 1024, "first copy": 32}  # whose first one stamps; else of each four warps

@@ -49,13 +49,13 @@ def speed(lines: Iterable[dict[str, Any]]) -> str:
 
 
 def models(lines: Iterable[dict[str, Any]]) -> str:
-    """The same of other models' sizes, a row a model, backend and dtype."""
+    """The same of other models' sizes, a row a model, backend and dtype; nothing before a run is kept."""
     found = [r for r in lines if r["kind"] in MODELS]
     if not found:
-        return "\nNo run is kept yet.\n\n"
+        return "\n"
     head, rows = rows_of_speed(found)
     rows = [[MODELS[r["kind"]], *row] for r, row in zip(found, rows, strict=True)]
-    return f"\n{chips(found)}\n\n{pages.table(['model', *head], rows)}\n"
+    return f"\nOther models' sizes, {chips(found)}:\n\n{pages.table(['model', *head], rows)}\n"
 
 
 def chips(found: list[dict[str, Any]]) -> str:

@@ -6,7 +6,7 @@ from test_hooks import OF_HOPPER, assert_hooks_get_json, assert_hooks_see_a_comp
 
 __all__ = ["knobs"]  # the fixture
 # They want more work than any case has. Whatever a test compiles, `compile_tools` shows to a hook.
-OF_MUCH_WORK = {"attention_three_warpgroups_kernel", "mla_decode_two_warpgroups_kernel", "decode_four_bits_kernel"}
+OF_MUCH_WORK = {"attention_three_warpgroups_kernel", "mla_decode_two_warpgroups_kernel", "decode_producer_warp_kernel"}
 
 
 def test_a_hook_gets_the_constants_as_json(knobs):
