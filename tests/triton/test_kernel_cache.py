@@ -56,7 +56,7 @@ def two_processes(tmp_path_factory) -> list[dict[str, list[bool]]]:
 
 
 KERNELS = {"rope_append_kernel", "mla_append_kernel"}
-COMBINE = {"combine_kernel", "combine_by_split_metadata_kernel"}  # Gluon's with Triton 3.6, the portable one with others
+COMBINE = {"combine_kernel", "combine_by_split_metadata_kernel"}  # of Gluon, with Triton 3.6; the portable one
 
 
 def test_the_first_process_compiles_each_kernel_once_for_all_layers(two_processes):
