@@ -106,11 +106,11 @@ class Record:
     def __init__(self, name: str, data: Tensor) -> None:
         self._name, self._data = name, data
         if len(data) < 8:
-            self.fail("record", "a safetensors header", f"{len(data)} bytes")
+            self.fail("header", "a safetensors header", f"{len(data)} bytes")
         length = int.from_bytes(data[:8].numpy().tobytes(), "little")
         self._start = 8 + length
         if length > min(len(data) - 8, _MOST_HEADER):
-            self.fail("record", "a safetensors header", f"{len(data)} bytes, the header alone {length}")
+            self.fail("header", "a safetensors header", f"{len(data)} bytes, the header alone {length}")
         header = self._json("header", data[8 : self._start].numpy().tobytes().decode("utf-8", "replace"))
         self._metadata, self._tensors = header.pop("__metadata__", {}), header
 
@@ -189,7 +189,7 @@ class Record:
         """The bytes of all entries."""
         body, nbytes = self.data, _nbytes(entries)
         if len(body) != nbytes:
-            self.fail("record", f"{nbytes} bytes behind the header", len(body))
+            self.fail("tensors", f"{nbytes} bytes behind the header", len(body))
         return body
 
     def compare_checksums(self, metadata: dict[str, Any], sums: Checksums) -> None:
@@ -280,6 +280,10 @@ def _difference(entry: str, ours: Any, theirs: Any) -> tuple[str, Any, Any]:
         pairs = [(key, ours[key], theirs[key]) for key in ours]
     elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
         pairs = [(str(i), x, y) for i, (x, y) in enumerate(zip(ours, theirs, strict=True))]
+    elif isinstance(ours, dict) and isinstance(theirs, dict):
+        pairs = [(key, ours.get(key, "none"), theirs.get(key, "none")) for key in sorted({*ours, *theirs}, key=str)]
+    elif isinstance(ours, list) and isinstance(theirs, list):
+        return f"number of {entry}", len(ours), len(theirs)
     else:
         return entry, ours, theirs
     key, x, y = next((key, x, y) for key, x, y in pairs if x != y)

@@ -137,7 +137,7 @@ def test_append(wrong, message):
 
 @pytest.mark.parametrize(("wrong", "message"), [
     ({"q": torch.zeros(2, 128)}, "q: want [T, Hi, Di], got [2, 128]"),
-    ({"q": torch.zeros(2, 4, 12)}, "q: want a head_dim that is a multiple of 8 up to 256, got 12"),
+    ({"q": torch.zeros(2, 4, 12)}, "q: want [T, Hi, Di=128 as in cache], got [2, 4, 12]"),
     ({"weights": torch.zeros(2, 3)}, "weights: want [T=2, Hi=4] bfloat16 | float16 | float32, got [2, 3] float32"),
     ({"weight_scale": "1"}, "weight_scale: want a number or None, got str"),
     ({"weight_scale": float("inf")}, "weight_scale: want a finite number, got inf"),

@@ -159,9 +159,9 @@ def test_a_torn_record_is_refused_by_name(tmp_path):
         path.write_bytes(whole[:length])
         refused(kv(), path, "torn: .*: want")
     path.write_bytes(whole + b"\0")
-    refused(kv(), path, "torn: record: want [0-9]+ bytes behind the header")
+    refused(kv(), path, "torn: tensors: want [0-9]+ bytes behind the header")
     path.write_bytes(b"\xff" * 4096)
-    refused(kv(), path, "torn: record: want a safetensors header")
+    refused(kv(), path, "torn: header: want a safetensors header")
     path.write_bytes((30).to_bytes(8, "little") + b"[" * 30)
     refused(kv(), path, "torn: header: want JSON")
     refused(kv(), tmp_path, "want a record that export_pages wrote, got a folder")
@@ -204,12 +204,12 @@ def test_a_foreign_file_is_refused_by_name(tmp_path):
 
 OTHERS = [
     (kv("bf16"), "layers.0.format: want 'bf16' as the cache and the pages named have, got 'fp8_e4m3'"),
-    (kv(layers=1), "layers: want"),
+    (kv(layers=1), "number of layers: want"),
     (kv(size=8), "sizes.page_size: want 8"),
     (PagedKVCache.allocate(2, 6, 4, 2, 32, format="fp8_e4m3", head_dim_v=64), "sizes.head_dim_v: want 64"),
     (kv(k_scale=0.5), "layers.0.k_scale: want 0.5"),
     (kv(k_scale=torch.ones(1)), "layers.0.k_scale: want 'tensor' as the cache and the pages named have, got 1.0"),
-    (kv(rotation="hadamard"), "layers.0: want"),
+    (kv(rotation="hadamard"), "layers.0.k_signs: want"),
 ]
 
 

@@ -95,11 +95,13 @@ def index_query(
     interleaved, round16 = as_bool("interleaved", interleaved), as_bool("round16", round16)
     scale = None if weight_scale is None else as_float("weight_scale", weight_scale, "a number or None")
     inputs = (q, weights, cos_sin_cache, positions, None, None)
-    options = (c.format, interleaved, last, c.rotation is not None, round16, scale, backend)
+    options = (c.format, c.k.shape[-1], interleaved, last, c.rotation is not None, round16, scale, backend)
     cached = lookup("index_query", options, inputs)
     if cached is not None:
         return cached[0], cached[1]
     tensor("q", q, "T Hi Di")
+    if q.shape[2] != c.k.shape[-1]:
+        raise ValueError(f"q: want [T, Hi, Di={c.k.shape[-1]} as in cache], got {list(q.shape)}")
     if scale is None:
         scale = (q.shape[1] * q.shape[2]) ** -0.5 if q.shape[1] * q.shape[2] else 1.0
     q_out = torch.empty(q.shape, dtype=index_format(c.format).storage, device=q.device)

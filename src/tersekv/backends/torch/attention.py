@@ -64,7 +64,7 @@ def _store_attention_to_pages(call: Any) -> None:
                 [rows_by_kv_head(q * k_factor, batch, source.heads)], source, batch, mask_and_softcap
             )
             if state is not None:
-                results.store_batch_rows(batch, *finalize_to_out_and_lse(state, call.sinks, source.heads))
+                results.copy_rows_from_batch(batch, *finalize_to_out_and_lse(state, call.sinks, source.heads))
     results.out = rotation.unrotate_and_scale_output(call, results.out)
     results.store_outputs_and_lses(
         call, broadcast_scale_to_q_heads(call_scale(call, "v_scale"), q_heads) * call_scale(call, "out_scale")
@@ -98,7 +98,7 @@ def _store_attention_to_pages_and_new_rows(call: Any) -> None:
             [rows_by_kv_head(q_new, rows, pages.heads)], new, _new_rows_as_keys(rows, t), mask_and_softcap, state
         )
         if state is not None:
-            results.store_batch_rows(rows, *finalize_to_out_and_lse(state, call.sinks, pages.heads))
+            results.copy_rows_from_batch(rows, *finalize_to_out_and_lse(state, call.sinks, pages.heads))
     results.store_outputs_and_lses(call, call_scale(call, "out_scale"))
 
 

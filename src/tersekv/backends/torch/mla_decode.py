@@ -59,7 +59,7 @@ def run(call: Any, config: None) -> None:
     for batch in request_batches_on_cpu_else_one_batch(call, MaskAndSoftcap(), source.num_pages, source.page_size):
         state = attend_to_batch_keys([rows_by_kv_head(x, batch, 1) for x in q], source, batch, MaskAndSoftcap())
         if state is not None:
-            results.store_batch_rows(batch, *finalize_to_out_and_lse(state, call.sinks, 1, call.lse_of_keys))
+            results.copy_rows_from_batch(batch, *finalize_to_out_and_lse(state, call.sinks, 1, call.lse_of_keys))
     results.store_outputs_and_lses(call, kv_scale * call_scale(call, "out_scale"))
 
 

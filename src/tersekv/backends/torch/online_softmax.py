@@ -52,12 +52,12 @@ class Results:
         self.lse = torch.full((rows + 1, heads), -torch.inf, dtype=torch.float32, device=device)
         self.max_logits = self.lse.clone()
 
-    def store_batch_rows(self, batch: Batch, out: Tensor, lse: Tensor) -> None:
-        """Store out [B * H, Q * G, Dv] and lse [B * H, Q * G] of a batch."""
+    def copy_rows_from_batch(self, batch: Batch, batch_out: Tensor, batch_lse: Tensor) -> None:
+        """Copies batch_out [B * H, Q * G, Dv] and batch_lse [B * H, Q * G] into the rows of a batch."""
         b, q = batch.rows.shape
         t = batch.rows.flatten()
-        self.out.index_copy_(0, t, _heads_by_row(out, b, q))
-        self.lse.index_copy_(0, t, _heads_by_row(lse[..., None], b, q)[..., 0])
+        self.out.index_copy_(0, t, _heads_by_row(batch_out, b, q))
+        self.lse.index_copy_(0, t, _heads_by_row(batch_lse[..., None], b, q)[..., 0])
 
     def store_outputs_and_lses(self, call: Any, out_multiplier: float | Tensor) -> None:
         """Store outputs × out_multiplier in call.out, in its dtype (fp8 saturates, NaN stays NaN), and the LSEs."""

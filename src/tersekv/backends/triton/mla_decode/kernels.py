@@ -352,10 +352,10 @@ def per_key_max_scale_inverse_and_ratios(group_scales, cfg: tl.constexpr):
 
 
 @triton.jit
-def apply_mask(s, page_ids_or_listed_keys, n_block, num_keys, num_q_rows, row_begin, cfg: tl.constexpr):
+def apply_mask(s, page_ids_or_pages_slots_and_visible, n_block, num_keys, num_q_rows, row_begin, cfg: tl.constexpr):
     """Returns the scores of n_block with −inf where a query row does not see a key."""
     if cfg.LIST.LENGTH >= 0:
-        return tl.where(page_ids_or_listed_keys[VISIBLE][:, None], s, float("-inf"))
+        return tl.where(page_ids_or_pages_slots_and_visible[VISIBLE][:, None], s, float("-inf"))
     else:
         o_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
         q_position = num_keys - num_q_rows + (row_begin + tl.arange(0, cfg.BLOCK_M)) // cfg.GROUP

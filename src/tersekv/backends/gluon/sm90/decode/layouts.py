@@ -37,9 +37,9 @@ def _register_bases_of_keys_from_16_on(NUM_KEYS, rank, dim):
 
 
 @gluon.constexpr_function
-def _lane_stretch_and_panels(PACKED_WORDS_PER_ROW):
+def _lane_stretch_and_panels(CODE_WORDS_PER_ROW):
     """Returns (packed words of a lane in each panel of at most 128 bytes of a row, number of panels)."""
-    return min(PACKED_WORDS_PER_ROW, 64) // 4, max(PACKED_WORDS_PER_ROW // 64, 1)
+    return min(CODE_WORDS_PER_ROW, 64) // 4, max(CODE_WORDS_PER_ROW // 64, 1)
 
 
 @gluon.constexpr_function
@@ -49,10 +49,10 @@ def mma_layout(HEADS_PER_CTA, WARPS_PER_HEAD):
 
 
 @gluon.constexpr_function
-def k_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_WORDS_PER_ROW):
-    """Returns the layout of packed K [HEADS_PER_CTA, NUM_KEYS, PACKED_WORDS_PER_ROW]: lane l has key l // 4 (and 8
+def k_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, CODE_WORDS_PER_ROW):
+    """Returns the layout of packed K [HEADS_PER_CTA, NUM_KEYS, CODE_WORDS_PER_ROW]: lane l has key l // 4 (and 8
     more) and a run of its row."""
-    stretch, panels = _lane_stretch_and_panels(PACKED_WORDS_PER_ROW)
+    stretch, panels = _lane_stretch_and_panels(CODE_WORDS_PER_ROW)
     regs = [[0, 0, 1 << i] for i in range(stretch.bit_length() - 1)]
     regs += (
         [[0, 8, 0]]
@@ -65,15 +65,15 @@ def k_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_WORDS_PER_ROW)
         lanes,
         _warp_bases_by_head_with_same_keys(HEADS_PER_CTA, WARPS_PER_HEAD, 3),
         [],
-        [HEADS_PER_CTA, NUM_KEYS, PACKED_WORDS_PER_ROW],
+        [HEADS_PER_CTA, NUM_KEYS, CODE_WORDS_PER_ROW],
     )
 
 
 @gluon.constexpr_function
-def query_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_ROWS, PACKED_WORDS_PER_ROW, PACK):
-    """Returns the layout of a query [HEADS_PER_CTA, NUM_ROWS, PACKED_WORDS_PER_ROW * PACK columns]: lane l has row
+def query_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_ROWS, CODE_WORDS_PER_ROW, PACK):
+    """Returns the layout of a query [HEADS_PER_CTA, NUM_ROWS, CODE_WORDS_PER_ROW * PACK columns]: lane l has row
     l // 4 and the same columns as of its keys."""
-    stretch, panels = _lane_stretch_and_panels(PACKED_WORDS_PER_ROW)
+    stretch, panels = _lane_stretch_and_panels(CODE_WORDS_PER_ROW)
     columns = stretch * PACK
     rows = [[0, 8 << i, 0] for i in range((NUM_ROWS // 8).bit_length() - 1)]
     heads = [[1 << i, 0, 0] for i in range(HEADS_PER_CTA.bit_length() - 1)]
@@ -82,15 +82,15 @@ def query_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_ROWS, PACKED_WORDS_PER_
     regs += [[0, 0, (4 * columns) << i] for i in range(panels.bit_length() - 1)] + rows[shared:]
     lanes = [[0, 0, columns], [0, 0, 2 * columns], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     return gl.DistributedLinearLayout(
-        regs, lanes, rows[:shared] + heads, [], [HEADS_PER_CTA, NUM_ROWS, PACKED_WORDS_PER_ROW * PACK]
+        regs, lanes, rows[:shared] + heads, [], [HEADS_PER_CTA, NUM_ROWS, CODE_WORDS_PER_ROW * PACK]
     )
 
 
 @gluon.constexpr_function
-def k_block_scale_word_of_4_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_WORDS_PER_ROW):
+def k_block_scale_word_of_4_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, CODE_WORDS_PER_ROW):
     """Returns the layout [HEADS_PER_CTA, NUM_KEYS, words, parts of a word] of a key's block scales: lane l % 4 has the
     l-th part."""
-    num_words = PACKED_WORDS_PER_ROW // 16
+    num_words = CODE_WORDS_PER_ROW // 16
     lanes = {
         1: [[0, 0, 0, 1], [0, 0, 0, 2]],
         2: [[0, 0, 0, 1], [0, 0, 1, 0]],
@@ -107,9 +107,9 @@ def k_block_scale_word_of_4_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS,
 
 
 @gluon.constexpr_function
-def k_block_scale_broadcast_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_WORDS_PER_ROW):
+def k_block_scale_broadcast_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, CODE_WORDS_PER_ROW):
     """Returns `k_load_layout` with the packed words as [blocks, 4]."""
-    blocks = PACKED_WORDS_PER_ROW // 16  # of a lane
+    blocks = CODE_WORDS_PER_ROW // 16  # of a lane
     regs = [[0, 0, 0, 1], [0, 0, 0, 2]] + [[0, 0, 1 << i, 0] for i in range(blocks.bit_length() - 1)]
     regs += [[0, 8, 0, 0], *_register_bases_of_keys_from_16_on(NUM_KEYS, 4, 1)]
     lanes = [
@@ -124,23 +124,23 @@ def k_block_scale_broadcast_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACK
         lanes,
         _warp_bases_by_head_with_same_keys(HEADS_PER_CTA, WARPS_PER_HEAD, 4),
         [],
-        [HEADS_PER_CTA, NUM_KEYS, PACKED_WORDS_PER_ROW // 4, 4],
+        [HEADS_PER_CTA, NUM_KEYS, CODE_WORDS_PER_ROW // 4, 4],
     )
 
 
 @gluon.constexpr_function
-def _v_scale_register_bases(PACKED_WORDS_PER_ROW, rank):
+def _v_scale_register_bases(CODE_WORDS_PER_ROW, rank):
     """Returns the register bases of the words of block scales."""
-    return [[0, 1 << i] + [0] * (rank - 2) for i in range((PACKED_WORDS_PER_ROW // 16).bit_length() - 1)]
+    return [[0, 1 << i] + [0] * (rank - 2) for i in range((CODE_WORDS_PER_ROW // 16).bit_length() - 1)]
 
 
 @gluon.constexpr_function
-def v_block_scale_word_of_4_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_WORDS_PER_ROW):
+def v_block_scale_word_of_4_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, CODE_WORDS_PER_ROW):
     """Returns the layout [HEADS_PER_CTA, words, 2 bytes of a half, 4 packed, NUM_KEYS] of V block scales, as the MMA
     operand needs them."""
     regs = (
         [[0, 0, 0, 0, 1], [0, 0, 0, 0, 8]]
-        + _v_scale_register_bases(PACKED_WORDS_PER_ROW, 5)
+        + _v_scale_register_bases(CODE_WORDS_PER_ROW, 5)
         + _register_bases_of_keys_from_16_on(NUM_KEYS, 5, 4)
     )
     lanes = [
@@ -152,17 +152,17 @@ def v_block_scale_word_of_4_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS,
     ]
     return gl.DistributedLinearLayout(
         regs, lanes, _warp_bases_by_head_with_same_keys(HEADS_PER_CTA, WARPS_PER_HEAD, 5), [],
-        [HEADS_PER_CTA, PACKED_WORDS_PER_ROW // 16, 2, 4, NUM_KEYS],
+        [HEADS_PER_CTA, CODE_WORDS_PER_ROW // 16, 2, 4, NUM_KEYS],
     )  # fmt: skip
 
 
 @gluon.constexpr_function
-def v_block_scale_broadcast_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_WORDS_PER_ROW):
+def v_block_scale_broadcast_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, CODE_WORDS_PER_ROW):
     """Returns the layout [HEADS_PER_CTA, blocks, 4 packed, NUM_KEYS]: the operand's, with the packed words as [blocks,
     4]."""
     regs = (
         [[0, 0, 0, 1], [0, 0, 0, 8]]
-        + [[0, 2 << i, 0, 0] for i in range((PACKED_WORDS_PER_ROW // 8).bit_length() - 1)]
+        + [[0, 2 << i, 0, 0] for i in range((CODE_WORDS_PER_ROW // 8).bit_length() - 1)]
         + _register_bases_of_keys_from_16_on(NUM_KEYS, 4, 3)
     )
     lanes = [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0]]
@@ -171,7 +171,7 @@ def v_block_scale_broadcast_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACK
         lanes,
         _warp_bases_by_head_with_same_keys(HEADS_PER_CTA, WARPS_PER_HEAD, 4),
         [],
-        [HEADS_PER_CTA, PACKED_WORDS_PER_ROW // 4, 4, NUM_KEYS],
+        [HEADS_PER_CTA, CODE_WORDS_PER_ROW // 4, 4, NUM_KEYS],
     )
 
 
@@ -179,9 +179,9 @@ def v_block_scale_broadcast_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACK
 
 
 @gluon.constexpr_function
-def _query_smem_copy_layout(PACKED_WORDS_PER_ROW, NUM_ROWS, tile_cfg):
+def _query_smem_copy_layout(CODE_WORDS_PER_ROW, NUM_ROWS, tile_cfg):
     """Returns the layout of a query operand in shared memory: each lane has one contiguous row."""
-    return gl.BlockedLayout([1, PACKED_WORDS_PER_ROW * NUM_ROWS // 32], [32, 1], [tile_cfg.HEADS_PER_CTA, 1], [1, 0])
+    return gl.BlockedLayout([1, CODE_WORDS_PER_ROW * NUM_ROWS // 32], [32, 1], [tile_cfg.HEADS_PER_CTA, 1], [1, 0])
 
 
 @gluon.jit
@@ -198,14 +198,14 @@ def allocate_smem_q_fragments(cfg: gl.constexpr, tile_cfg: gl.constexpr):
 @gluon.jit
 def store_query_fragment(smem_q, I_OPERAND: gl.constexpr, q_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Stores a query operand [HEADS_PER_CTA, PACKED_K, BLOCK_M], the right operand, to shared memory."""
-    PACKED_WORDS_PER_ROW: gl.constexpr = cfg.PACKED_K
-    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA, PACKED_WORDS_PER_ROW // 16, 2, 4, 2, cfg.BLOCK_M // 8, 8]).permute(
+    CODE_WORDS_PER_ROW: gl.constexpr = cfg.PACKED_K
+    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA, CODE_WORDS_PER_ROW // 16, 2, 4, 2, cfg.BLOCK_M // 8, 8]).permute(
         [0, 6, 3, 5, 1, 2, 4]
     )
-    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA * 32, PACKED_WORDS_PER_ROW * cfg.BLOCK_M // 32])
+    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA * 32, CODE_WORDS_PER_ROW * cfg.BLOCK_M // 32])
     smem_q.index(I_OPERAND).store(
         gl.convert_layout(
-            q_tile, _query_smem_copy_layout(PACKED_WORDS_PER_ROW, cfg.BLOCK_M, tile_cfg), assert_trivial=True
+            q_tile, _query_smem_copy_layout(CODE_WORDS_PER_ROW, cfg.BLOCK_M, tile_cfg), assert_trivial=True
         )
     )
 
@@ -213,12 +213,12 @@ def store_query_fragment(smem_q, I_OPERAND: gl.constexpr, q_tile, cfg: gl.conste
 @gluon.jit
 def load_query_fragment(smem_q, I_OPERAND: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Loads a query operand from shared memory."""
-    PACKED_WORDS_PER_ROW: gl.constexpr = cfg.PACKED_K
-    q_tile = smem_q.index(I_OPERAND).load(_query_smem_copy_layout(PACKED_WORDS_PER_ROW, cfg.BLOCK_M, tile_cfg))
-    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA, 8, 4, cfg.BLOCK_M // 8, PACKED_WORDS_PER_ROW // 16, 2, 2]).permute(
+    CODE_WORDS_PER_ROW: gl.constexpr = cfg.PACKED_K
+    q_tile = smem_q.index(I_OPERAND).load(_query_smem_copy_layout(CODE_WORDS_PER_ROW, cfg.BLOCK_M, tile_cfg))
+    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA, 8, 4, cfg.BLOCK_M // 8, CODE_WORDS_PER_ROW // 16, 2, 2]).permute(
         [0, 4, 5, 2, 6, 3, 1]
     )
-    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA, PACKED_WORDS_PER_ROW, cfg.BLOCK_M])
+    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA, CODE_WORDS_PER_ROW, cfg.BLOCK_M])
     return gl.convert_layout(
         q_tile,
         gl.DotOperandLayout(1, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD), 2),

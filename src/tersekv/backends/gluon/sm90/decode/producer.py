@@ -114,8 +114,8 @@ def allocate_smem_kv(tile_cfg: gl.constexpr):
 
 
 @gluon.jit
-def smem_codes_of_mma_tile(smem_codes, i_tile_in_ring, PACKED_WORDS_PER_ROW: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns the codes of an MMA tile, counted through all stages: [HEADS_PER_CTA, MMA_KEYS, PACKED_WORDS_PER_ROW].
+def smem_codes_of_mma_tile(smem_codes, i_tile_in_ring, CODE_WORDS_PER_ROW: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the codes of an MMA tile, counted through all stages: [HEADS_PER_CTA, MMA_KEYS, CODE_WORDS_PER_ROW].
     A row in shared memory may hold several heads (`tensor_maps.pack_heads_into_swizzle_128b_rows`); a tile may consist
     of two copies (`tensor_maps.make_kv_layout`)."""
     tile = smem_codes.index(i_tile_in_ring)
@@ -125,9 +125,9 @@ def smem_codes_of_mma_tile(smem_codes, i_tile_in_ring, PACKED_WORDS_PER_ROW: gl.
     TILE_ROWS: gl.constexpr = tile.shape[0]
     if TILE_ROWS < tile_cfg.HEADS_PER_CTA:
         tile = (
-            tile.reshape([TILE_ROWS, tile_cfg.MMA_KEYS, tile_cfg.HEADS_PER_CTA // TILE_ROWS, PACKED_WORDS_PER_ROW])
+            tile.reshape([TILE_ROWS, tile_cfg.MMA_KEYS, tile_cfg.HEADS_PER_CTA // TILE_ROWS, CODE_WORDS_PER_ROW])
             .permute([0, 2, 1, 3])
-            .reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, PACKED_WORDS_PER_ROW])
+            .reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, CODE_WORDS_PER_ROW])
         )
     return tile
 

@@ -116,27 +116,27 @@ def acc_layout(cfg):
 
 
 @gluon.constexpr_function
-def packed_per_lane(PACKED_WORDS_PER_ROW, tile_cfg):
+def packed_per_lane(CODE_WORDS_PER_ROW, tile_cfg):
     """Returns the consecutive packed columns of a lane."""
-    return max(4, min(8, PACKED_WORDS_PER_ROW // (4 if tile_cfg.KEYS_PER_BUFFER >= 32 else 8)))
+    return max(4, min(8, CODE_WORDS_PER_ROW // (4 if tile_cfg.KEYS_PER_BUFFER >= 32 else 8)))
 
 
 @gluon.constexpr_function
-def packed_codes_layout(PACKED_WORDS_PER_ROW, tile_cfg):
-    """Returns the layout of codes [keys, PACKED_WORDS_PER_ROW]: eight lanes hold the same columns of eight keys, in
+def packed_codes_layout(CODE_WORDS_PER_ROW, tile_cfg):
+    """Returns the layout of codes [keys, CODE_WORDS_PER_ROW]: eight lanes hold the same columns of eight keys, in
     different banks."""
     NUM_WARPS_DOWN = min(4, tile_cfg.KEYS_PER_BUFFER // 8)
     return gl.BlockedLayout(
-        [1, packed_per_lane(PACKED_WORDS_PER_ROW, tile_cfg)], [8, 4], [NUM_WARPS_DOWN, 4 // NUM_WARPS_DOWN], [0, 1]
+        [1, packed_per_lane(CODE_WORDS_PER_ROW, tile_cfg)], [8, 4], [NUM_WARPS_DOWN, 4 // NUM_WARPS_DOWN], [0, 1]
     )
 
 
 @gluon.constexpr_function
-def block_scale_broadcast_layout(PACKED_WORDS_PER_ROW, tile_cfg):
+def block_scale_broadcast_layout(CODE_WORDS_PER_ROW, tile_cfg):
     """Returns the same layout of 4-bit codes as [keys, blocks, 4 packed]."""
     NUM_WARPS_DOWN = min(4, tile_cfg.KEYS_PER_BUFFER // 8)
     return gl.BlockedLayout(
-        [1, packed_per_lane(PACKED_WORDS_PER_ROW, tile_cfg) // 4, 4], [8, 4, 1],
+        [1, packed_per_lane(CODE_WORDS_PER_ROW, tile_cfg) // 4, 4], [8, 4, 1],
         [NUM_WARPS_DOWN, 4 // NUM_WARPS_DOWN, 1], [2, 0, 1],
     )  # fmt: skip
 
@@ -273,17 +273,17 @@ def wait_and_load_packed_block(smem_codes, full_barriers, iter, enabled, cfg: gl
 
 
 @gluon.jit
-def expand_e4m3_block_scales_to_fp16(scale_bytes, PACKED_WORDS_PER_ROW: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW], in the
+def expand_e4m3_block_scales_to_fp16(scale_bytes, CODE_WORDS_PER_ROW: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, CODE_WORDS_PER_ROW], in the
     layout of the codes."""
-    L3: gl.constexpr = block_scale_broadcast_layout(PACKED_WORDS_PER_ROW, tile_cfg)
+    L3: gl.constexpr = block_scale_broadcast_layout(CODE_WORDS_PER_ROW, tile_cfg)
     block_scales = gl.inline_asm_elementwise(BLOCK_SCALE_PTX, "=h,h", [scale_bytes.to(gl.int16)], gl.float16, True, 1)
     block_scales, _ = gl.broadcast(
-        block_scales[:, :, None], gl.full([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW // 4, 4], 0, gl.float16, L3)
+        block_scales[:, :, None], gl.full([tile_cfg.KEYS_PER_BUFFER, CODE_WORDS_PER_ROW // 4, 4], 0, gl.float16, L3)
     )
     return gl.convert_layout(
-        block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW]),
-        packed_codes_layout(PACKED_WORDS_PER_ROW, tile_cfg),
+        block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, CODE_WORDS_PER_ROW]),
+        packed_codes_layout(CODE_WORDS_PER_ROW, tile_cfg),
         assert_trivial=True,
     )
 
@@ -291,14 +291,14 @@ def expand_e4m3_block_scales_to_fp16(scale_bytes, PACKED_WORDS_PER_ROW: gl.const
 @gluon.jit
 def convert_block_to_fp16(packed, e4m3_scales_or_zero_points, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns codes as fp16, times block scales or less zero points, if any: [keys, PACK × PACKED_K] a buffer."""
-    PACKED_WORDS_PER_ROW: gl.constexpr = cfg.PACKED_K
+    CODE_WORDS_PER_ROW: gl.constexpr = cfg.PACKED_K
     out = ()
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
         if cfg.PACK == 4:
             if cfg.BLOCK_SCALES:
                 halves = dequant_e2m1_to_4_operands(
                     packed[j],
-                    expand_e4m3_block_scales_to_fp16(e4m3_scales_or_zero_points[j], PACKED_WORDS_PER_ROW, tile_cfg),
+                    expand_e4m3_block_scales_to_fp16(e4m3_scales_or_zero_points[j], CODE_WORDS_PER_ROW, tile_cfg),
                     True,
                 )
             else:
@@ -306,15 +306,15 @@ def convert_block_to_fp16(packed, e4m3_scales_or_zero_points, cfg: gl.constexpr,
                 halves = int4_rows_minus_zero_points_to_operands(packed[j], e4m3_scales_or_zero_points[j])
             low0, low1, high0, high1 = halves
             x = gl.join(gl.join(low0, high0), gl.join(low1, high1))
-            x = x.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
+            x = x.reshape([tile_cfg.KEYS_PER_BUFFER, CODE_WORDS_PER_ROW // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
         else:
             low, high = convert_k_codes_to_16bit_operands(packed[j], cfg)
             x = (
                 gl.join(low, high)
-                .reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW // 2, 2, 2])
+                .reshape([tile_cfg.KEYS_PER_BUFFER, CODE_WORDS_PER_ROW // 2, 2, 2])
                 .permute([0, 1, 3, 2])
             )
-        out = out + (x.reshape([tile_cfg.KEYS_PER_BUFFER, cfg.PACK * PACKED_WORDS_PER_ROW]),)
+        out = out + (x.reshape([tile_cfg.KEYS_PER_BUFFER, cfg.PACK * CODE_WORDS_PER_ROW]),)
     return out
 
 

@@ -64,19 +64,19 @@ def acc_layout(cfg, tile_cfg):
 
 
 @gluon.constexpr_function
-def packed_codes_layout(PACKED_WORDS_PER_ROW, cfg, tile_cfg):
-    """Returns the layout of codes [keys, PACKED_WORDS_PER_ROW]: a lane has eight of a row, 16 bytes of fp16, without
+def packed_codes_layout(CODE_WORDS_PER_ROW, cfg, tile_cfg):
+    """Returns the layout of codes [keys, CODE_WORDS_PER_ROW]: a lane has eight of a row, 16 bytes of fp16, without
     bank conflicts."""
-    lanes = PACKED_WORDS_PER_ROW * cfg.PACK // 8
+    lanes = CODE_WORDS_PER_ROW * cfg.PACK // 8
     return gl.BlockedLayout([1, 8 // cfg.PACK], [32 // lanes, lanes], [tile_cfg.WARPS_PER_HEAD, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def block_scale_broadcast_layout(PACKED_WORDS_PER_ROW, cfg, tile_cfg):
+def block_scale_broadcast_layout(CODE_WORDS_PER_ROW, cfg, tile_cfg):
     """Returns the same layout of 4-bit codes as [keys, blocks, 2 halves, 2 packed]."""
     return gl.BlockedLayout(
         [1, 1, 1, 2],
-        [64 // PACKED_WORDS_PER_ROW, PACKED_WORDS_PER_ROW // 4, 2, 1],
+        [64 // CODE_WORDS_PER_ROW, CODE_WORDS_PER_ROW // 4, 2, 1],
         [tile_cfg.WARPS_PER_HEAD, 1, 1, 1],
         [3, 2, 1, 0],
     )
@@ -94,9 +94,9 @@ def token_scale_layout(tile_cfg):
 
 
 @gluon.constexpr_function
-def block_scale_layout(PACKED_WORDS_PER_ROW, tile_cfg):
+def block_scale_layout(CODE_WORDS_PER_ROW, tile_cfg):
     """Returns the layout of block scales [keys, bytes] as loaded: a thread has those of a key."""
-    return gl.BlockedLayout([1, PACKED_WORDS_PER_ROW // 4], [32, 1], [tile_cfg.WARPS_PER_HEAD, 1], [1, 0])
+    return gl.BlockedLayout([1, CODE_WORDS_PER_ROW // 4], [32, 1], [tile_cfg.WARPS_PER_HEAD, 1], [1, 0])
 
 
 @gluon.jit
@@ -177,15 +177,13 @@ def load_stored_k_or_v_scales(
 ):
     """Loads the stored scales of an n_block's K or V: [BLOCK_N] fp32, or [BLOCK_N, blocks] bytes."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
-    PACKED_WORDS_PER_ROW: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
+    CODE_WORDS_PER_ROW: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
     page_id, page_slot, m_key = page_id_slot_and_mask
     if cfg.INT64_OFFSETS:
         page_slot, kv_head = page_slot.to(gl.int64), kv_head.to(gl.int64)
     o_scales = page_id * SIDE.SCALE_STRIDES[0] + page_slot * SIDE.SCALE_STRIDES[1] + kv_head * SIDE.SCALE_STRIDES[2]
     if cfg.BLOCK_SCALES:
-        o_i = gl.arange(
-            0, PACKED_WORDS_PER_ROW // 4, gl.SliceLayout(0, block_scale_layout(PACKED_WORDS_PER_ROW, tile_cfg))
-        )
+        o_i = gl.arange(0, CODE_WORDS_PER_ROW // 4, gl.SliceLayout(0, block_scale_layout(CODE_WORDS_PER_ROW, tile_cfg)))
         p_byte = SCALES.to(gl.pointer_type(gl.uint8), bitcast=True) + o_scales[:, None] + o_i[None, :]
         return gl.load(p_byte, mask=m_key[:, None], other=0)
     else:
@@ -229,20 +227,20 @@ def load_stored_k_and_v_scales(
 
 @gluon.jit
 def load_and_expand_block_scales_to_fp16(
-    smem_scales, PACKED_WORDS_PER_ROW: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
+    smem_scales, CODE_WORDS_PER_ROW: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
-    """Loads block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW], in the layout
+    """Loads block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, CODE_WORDS_PER_ROW], in the layout
     of the codes."""
-    L4: gl.constexpr = block_scale_broadcast_layout(PACKED_WORDS_PER_ROW, cfg, tile_cfg)
+    L4: gl.constexpr = block_scale_broadcast_layout(CODE_WORDS_PER_ROW, cfg, tile_cfg)
     scale_bytes = smem_scales.load(gl.SliceLayout(2, gl.SliceLayout(3, L4))).to(gl.int16)
     block_scales = gl.inline_asm_elementwise(BLOCK_SCALE_PTX, "=h,h", [scale_bytes], gl.float16, True, 1)
     block_scales, _ = gl.broadcast(
         block_scales[:, :, None, None],
-        gl.full([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW // 4, 2, 2], 0, gl.float16, L4),
+        gl.full([tile_cfg.KEYS_PER_BUFFER, CODE_WORDS_PER_ROW // 4, 2, 2], 0, gl.float16, L4),
     )
     return gl.convert_layout(
-        block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW]),
-        packed_codes_layout(PACKED_WORDS_PER_ROW, cfg, tile_cfg),
+        block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, CODE_WORDS_PER_ROW]),
+        packed_codes_layout(CODE_WORDS_PER_ROW, cfg, tile_cfg),
         assert_trivial=True,
     )
 
@@ -251,20 +249,20 @@ def load_and_expand_block_scales_to_fp16(
 def convert_stage_to_fp16_in_smem(smem_codes, smem_block_scales, smem_fp16, stage, n_block, num_keys, num_q_rows,
 ZERO_INVALID_KEYS: gl.constexpr,
                     IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
-    """Stores a stage's codes as fp16 to shared memory [BLOCK_N, PACK × PACKED_WORDS_PER_ROW]; invalid keys become zeros
+    """Stores a stage's codes as fp16 to shared memory [BLOCK_N, PACK × CODE_WORDS_PER_ROW]; invalid keys become zeros
     if ZERO_INVALID_KEYS."""
-    PACKED_WORDS_PER_ROW: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
+    CODE_WORDS_PER_ROW: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
-    L: gl.constexpr = packed_codes_layout(PACKED_WORDS_PER_ROW, cfg, tile_cfg)
+    L: gl.constexpr = packed_codes_layout(CODE_WORDS_PER_ROW, cfg, tile_cfg)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(SIDE.SMEM_LAYOUT.swizzle_byte_width, 16, 2)
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
         if tile_cfg.COPIES_PER_BUFFER == 2:
-            codes = smem_codes_of_mma_tile(smem_codes[j], stage, PACKED_WORDS_PER_ROW, tile_cfg).reshape(
-                [tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW]
+            codes = smem_codes_of_mma_tile(smem_codes[j], stage, CODE_WORDS_PER_ROW, tile_cfg).reshape(
+                [tile_cfg.KEYS_PER_BUFFER, CODE_WORDS_PER_ROW]
             )
         else:
             codes = reinterpret(
-                smem_codes[j], gl.int16, [tile_cfg.STAGES, tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW], LAYOUT
+                smem_codes[j], gl.int16, [tile_cfg.STAGES, tile_cfg.KEYS_PER_BUFFER, CODE_WORDS_PER_ROW], LAYOUT
             ).index(stage)
         packed = codes.load(L)
         o_n = (
@@ -278,23 +276,23 @@ ZERO_INVALID_KEYS: gl.constexpr,
         if cfg.BLOCK_SCALES:
             block_scales = load_and_expand_block_scales_to_fp16(
                 smem_block_scales[1 if IS_V else 0].slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER),
-                PACKED_WORDS_PER_ROW,
+                CODE_WORDS_PER_ROW,
                 cfg, tile_cfg,
             )  # fmt: skip
             if ZERO_INVALID_KEYS:
                 block_scales = gl.where(valid, block_scales, 0.0)
             low0, low1, high0, high1 = dequant_e2m1_to_4_operands(packed, block_scales, True)
             x = gl.join(gl.join(low0, high0), gl.join(low1, high1))
-            x = x.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
+            x = x.reshape([tile_cfg.KEYS_PER_BUFFER, CODE_WORDS_PER_ROW // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
         else:
             low, high = convert_k_codes_to_16bit_operands(packed, cfg)
             x = (
                 gl.join(low, high)
-                .reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_WORDS_PER_ROW // 2, 2, 2])
+                .reshape([tile_cfg.KEYS_PER_BUFFER, CODE_WORDS_PER_ROW // 2, 2, 2])
                 .permute([0, 1, 3, 2])
             )
         smem_fp16.slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER).store(
-            x.reshape([tile_cfg.KEYS_PER_BUFFER, cfg.PACK * PACKED_WORDS_PER_ROW])
+            x.reshape([tile_cfg.KEYS_PER_BUFFER, cfg.PACK * CODE_WORDS_PER_ROW])
         )
 
 
@@ -438,14 +436,14 @@ def mainloop(
 
 @gluon.jit
 def store_output_and_lse_of_head(
-    tensors, strides, state, v_scale_times_out_scale, kv_head, work_tile, row_in_request, cfg: gl.constexpr
+    tensors, strides, state, v_scale_times_out_scale, kv_head, work_tile, packed_row_in_request, cfg: gl.constexpr
 ):
     """Stores finished rows of a request to `out`, and their LSE."""
     OUT, LSE = tensors.OUT, tensors.LSE
     O: gl.constexpr = state.acc_o.type.layout
-    q_heads = (kv_head * cfg.GROUP + row_in_request % cfg.GROUP).to(gl.int64)
-    tokens = (work_tile.q_begin + row_in_request // cfg.GROUP).to(gl.int64)
-    m_row = row_in_request < work_tile.num_q_rows * cfg.GROUP
+    q_heads = (kv_head * cfg.GROUP + packed_row_in_request % cfg.GROUP).to(gl.int64)
+    tokens = (work_tile.q_begin + packed_row_in_request // cfg.GROUP).to(gl.int64)
+    m_row = packed_row_in_request < work_tile.num_q_rows * cfg.GROUP
     v_scale = v_scale_times_out_scale * cfg.V_RESIDUAL_SCALE
     acc_scale, lse = compute_acc_scale_and_lse(
         state.row_max, state.row_sum, v_scale, tensors.SINKS, q_heads, m_row, cfg

@@ -96,7 +96,7 @@ class ConsumerArgs(NamedTuple):
 @gluon.jit
 def producer(
     tensor_maps, work_queue, buffers, mbarriers, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    SKIP_TILES_WITHOUT_KEYS: gl.constexpr,
+    PUBLISH_ONLY_TILES_WITH_KEYS: gl.constexpr,
 ):  # fmt: skip
     """Takes work tiles and copies their key blocks; num_n_blocks 0 ends the loop."""
     k_full, k_empty, v_full, v_empty = mbarriers.k_full, mbarriers.k_empty, mbarriers.v_full, mbarriers.v_empty
@@ -117,7 +117,7 @@ def producer(
         m_start = m_block * BLOCK_M
         visible_keys = gl.minimum(num_keys, gl.minimum(m_start + BLOCK_M, num_queries) + request.causal_offset)
         has_work = m_start < num_queries
-        if SKIP_TILES_WITHOUT_KEYS:
+        if PUBLISH_ONLY_TILES_WITH_KEYS:
             has_work = has_work & (visible_keys > 0)
         if has_work:
             # A work tile without keys gets one fully masked key block: consumers expect at least one.

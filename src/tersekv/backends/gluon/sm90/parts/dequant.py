@@ -186,7 +186,7 @@ def int4_v_minus_zero_points_to_operands(packed, zero_points):
 
 @gluon.jit
 def int4_rows_minus_zero_points_to_operands(packed, zero_points):
-    """Returns packed int4 rows [keys, PACKED_WORDS_PER_ROW] less the zero points (int16) of their keys: four operands,
+    """Returns packed int4 rows [keys, CODE_WORDS_PER_ROW] less the zero points (int16) of their keys: four operands,
     in the order of `dequant_e2m1_to_4_operands` with IN_ROW_ORDER_DIV_64."""
     zero_low, packed = gl.broadcast((zero_points | 0x6400)[:, None], packed)
     zero_high, packed = gl.broadcast(((zero_points << 4) | 0x5400)[:, None], packed)

@@ -228,7 +228,7 @@ def find_threshold(
 
 
 @gluon.jit
-def places_of_keys_from(words, keys, threshold, BLOCK_COLUMNS: gl.constexpr, WARPS: gl.constexpr):
+def count_keys_at_threshold_before_each(words, keys, threshold, BLOCK_COLUMNS: gl.constexpr, WARPS: gl.constexpr):
     """Returns (how many keys >= threshold stand before each key of a block, in its warp; before each warp; in all)."""
     LAYOUT: gl.constexpr = block_layout(BLOCK_COLUMNS, WARPS)
     in_step, of_step = gl.inline_asm_elementwise(
@@ -248,12 +248,12 @@ def places_and_taken(words, keys, threshold, max_ties, BLOCK_COLUMNS: gl.constex
     left)."""
     if max_ties < _UNLIMITED:
         equal = (keys == threshold).to(gl.uint32)
-        in_warp, before_warp, num_equal = places_of_keys_from(
+        in_warp, before_warp, num_equal = count_keys_at_threshold_before_each(
             words, equal, gl.full([], 1, gl.uint32), BLOCK_COLUMNS, WARPS
         )
         keys = gl.where((equal > 0) & (in_warp >= max_ties - before_warp), 0, keys)
         max_ties = gl.maximum(max_ties - num_equal, 0)
-    in_warp, before_warp, count = places_of_keys_from(words, keys, threshold, BLOCK_COLUMNS, WARPS)
+    in_warp, before_warp, count = count_keys_at_threshold_before_each(words, keys, threshold, BLOCK_COLUMNS, WARPS)
     return in_warp, before_warp, keys >= threshold, count, max_ties
 
 
