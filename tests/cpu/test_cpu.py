@@ -23,10 +23,8 @@ from tersekv.dispatch import plan
 from tersekv.formats import KV_FORMATS
 from tersekv.testing import verify as tool
 
-OPS = (
-    "append", "rope_append", "mla_append", "decode", "prefill", "mla_decode", "merge_states", "index_append",
-    "index_query", "index_topk",
-)  # fmt: skip
+ATTENTION = ("append", "rope_append", "mla_append", "decode", "prefill", "mla_decode", "merge_states")
+OPS = (*ATTENTION, "index_append", "index_query", "index_topk")
 BF = torch.bfloat16
 LEVELS = tuple(build._LEVELS)
 COMPILER = next(filter(None, map(shutil.which, build._COMPILERS)), None)

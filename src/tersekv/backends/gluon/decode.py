@@ -205,12 +205,9 @@ def configure(f: SimpleNamespace) -> Config:
     block_dv = max(16, launch.next_power_of_2(packed_v))
     partial_columns = v.PACK * block_dv
     unsplit = takes_unsplit_requests(f, tuned, ranges * groups, groups)
-    if unsplit:
-        ranges = requests
-    fused_tile = (0, 0, 0)
-    if unsplit or uses_fused_combine(
-        f, tuned.block_n, ranges * groups, ranges, cta_heads * valid_rows * partial_columns
-    ):
+    ranges, fused_tile = requests if unsplit else ranges, (0, 0, 0)
+    size = cta_heads * valid_rows * partial_columns
+    if unsplit or uses_fused_combine(f, tuned.block_n, ranges * groups, ranges, size):
         fused_tile = choose_fused_combine_rows_splits_columns(valid_rows, partial_columns)
     cfg = replace(
         base_cfg, BLOCK_M=block_m, BLOCK_N=tuned.block_n, MIN_BLOCKS_PER_RANGE=tuned.min_blocks_per_range,
@@ -225,11 +222,10 @@ def configure(f: SimpleNamespace) -> Config:
     tiles = m_blocks, valid_rows, *combine_tile, *fused_tile, unsplit
     shape = _make_tile_config(f, tuned, k, v, kv_specs[0], (cta_heads, f.head_dim_parts), tiles)
     tensor_map_specs = dict(zip(("K", "V", "K_SCALES", "V_SCALES"), (*kv_specs, *scales), strict=True))
-    combine_ctas = -(-cta_heads * valid_rows // combine_tile[0]) * (partial_columns // combine_tile[2])
-    grid = requests * m_blocks * groups, combine_ctas
+    grid = requests * m_blocks * groups, -(-num_rows // combine_tile[0]) * (partial_columns // combine_tile[2])
     kernel, options = _select_kernel_and_options(tuned, cta_heads)
     shared_args = output_and_workspace_args(f) | tensor_args(SINKS="sinks", V_SCALE="v_scale_t")
-    shared_args |= {"v_scale": f.v_scale}
+    shared_args["v_scale"] = f.v_scale
     # Neither kernel gets constants that only the other reads: the number of requests would recompile it.
     split_configs = {"cfg": cfg, "tile_cfg": replace(shape, COMBINE_ROWS=0, COMBINE_SPLITS=0, COMBINE_COLUMNS=0)}
     split_pass = KernelLaunch(

@@ -647,10 +647,8 @@ def decode_small_m_or_shared_tiles_kernel(
             )
             heads = heads // tile_cfg.HEAD_DIM_PARTS
         score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E
-        scales = CallScales(
-            score_scale, k_scale, K_SCALE, v_scale, V_SCALE, load_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE),
-            softcap
-        )  # fmt: skip
+        scales = CallScales(score_scale, k_scale, K_SCALE, v_scale, V_SCALE,
+                            load_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE), softcap)  # fmt: skip
         head_score_scales = scales.score_scale * load_scale_per_head(
             k_scale, K_SCALE, heads, cfg.HAS_K_SCALE, cfg.K_SCALE_STRIDE
         )
