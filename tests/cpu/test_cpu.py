@@ -41,18 +41,6 @@ def threads_of(request, native):
     native.use_pytorch_threads(before)
 
 
-@pytest.fixture
-def native():
-    """The library; where there is a compiler it must have been compiled, from these sources."""
-    if COMPILER is None:
-        pytest.skip("no C++ compiler is here: the backend refuses every call")
-    found = library.library_or_reason()
-    assert isinstance(found, library.Library), found
-    level = found.level()
-    yield found
-    found.use_level(level)
-
-
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_instruction_set_passes_every_case(level, op, native):

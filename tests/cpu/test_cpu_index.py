@@ -7,11 +7,12 @@ import torch
 
 import tersekv
 from tersekv import PagedIndexCache
-from tersekv.backends.cpu import build, library
+from tersekv.backends.cpu import build
 from tersekv.calls import IndexScoresCall
 from tersekv.dispatch.plan import dispatch
 from tersekv.testing import verify
 
+pytestmark = pytest.mark.usefixtures("native")
 OPS = ("index_append", "index_query", "index_scores", "index_topk", "index_select")
 I32, BF = torch.int32, torch.bfloat16
 ROWS = {
@@ -22,16 +23,6 @@ ROWS = {
     "D 200 interleaved": {"dim": 200, "rotary": 200, "interleaved": True, "rotation": "hadamard"},
     "D 8": {"dim": 8, "rotation": "hadamard", "norm": 0.5},
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def native():
-    found = library.library_or_reason()
-    if isinstance(found, str):
-        pytest.skip(found)
-    yield found
-    found.use_level(found.levels()[-1])
-    torch.set_num_threads(1)
 
 
 def numbers(tokens, dim):

@@ -10,23 +10,14 @@ from paged_case import kv_case
 
 import tersekv
 from tersekv import Selected
-from tersekv.backends.cpu import build, library
+from tersekv.backends.cpu import build
 from tersekv.testing import verify
 
+pytestmark = pytest.mark.usefixtures("native")
 I32, FORMATS, RECORDS = torch.int32, [*tersekv.LATENT_FORMATS, "fp8_v4", "fp8_v41"], ("fp8_v4", "fp8_v41")
 PAGES, PAGE = 40, 64
 LEVELS = tuple(build._LEVELS)
 BIG = {"rtol": 1e-4, "atol": 1e-5}
-
-
-@pytest.fixture(autouse=True)
-def native():
-    found = library.library_or_reason()
-    if isinstance(found, str):
-        pytest.skip(found)
-    yield found
-    found.use_level(found.levels()[-1])
-    torch.set_num_threads(1)
 
 
 def filled(format, rope=0, pages=PAGES, scale=1.0):
