@@ -11,8 +11,6 @@ of this script; its times mean nothing. Exit code 1 if one of tersekv's failed.
 from __future__ import annotations
 
 import argparse
-import importlib.abc
-import importlib.machinery
 import json
 import os
 import statistics
@@ -21,12 +19,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from vllm_engine import ENGINES, LIMITS, apart, config
-from vllm_speed import MODEL, TINY_MODEL
+from vllm_speed import MODEL, TINY_MODEL, prompts
+
+sys.path.insert(0, str(ENGINES))
+from stand_in import stand_in
 
 REFERENCE = ("triton", "bf16")
 PEERS = (REFERENCE, ("triton", "fp8_e4m3"))
@@ -35,39 +35,8 @@ RESULT = "RESULT "
 TOP = 256  # log-probabilities that are compared, of the reference's first tokens
 
 
-class Unused(ModuleType):
-    """A package of which SGLang imports names, and calls none on Hopper."""
-
-    __path__: list[str] = []  # noqa: RUF012
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        setattr(self, name, type(name, (), {}) if name[0].isupper() else Unused(f"{self.__name__}.{name}"))
-        return getattr(self, name)
-
-    def __call__(self, *given: Any, **more: Any) -> Any:
-        """A decorator, with or without parentheses."""
-        return given[0] if len(given) == 1 and callable(given[0]) and not more else lambda function: function
-
-
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """SGLang 0.5.23 imports CUTLASS for a kernel of Blackwell. Found last: where it is installed, that counts.
-
-    SGLang spawns processes, which import this file again.
-    """
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "cutlass" else None
-
-    def create_module(self, spec: Any) -> ModuleType:
-        return Unused(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
-sys.meta_path.append(Finder())
+# For a kernel of Blackwell only. SGLang spawns processes, which import this file again.
+stand_in("cutlass", decorators=True)
 
 
 def checkpoint(folder: Path, sizes: dict[str, Any]) -> Path:
@@ -105,7 +74,6 @@ def checkpoint(folder: Path, sizes: dict[str, Any]) -> Path:
 
 def run(backend: str, format: str, work: Path, tiny: bool) -> dict[str, Any]:
     """Everything of one case, in this process."""
-    sys.path.insert(0, str(ENGINES))
     if tiny:
         import sglang_cpu  # noqa: F401
     import torch
@@ -200,13 +168,6 @@ def seconds(engine: Any, asked: list[list[int]], tokens: int) -> float:
     if got != tokens * len(asked):
         raise RuntimeError(f"want {tokens} tokens of each of {len(asked)} requests, got {got} in all")
     return took
-
-
-def prompts(sizes: dict[str, Any], seed: int, lengths: list[int]) -> list[list[int]]:
-    import torch
-
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, sizes["vocab_size"], (n,), generator=g).tolist() for n in lengths]
 
 
 def child(backend: str, format: str, work: Path, tiny: bool, limit: float) -> dict[str, Any]:

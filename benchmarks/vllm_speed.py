@@ -116,7 +116,7 @@ def check(llm: Any, case: Case, s: Sizes, work: Path) -> dict[str, Any]:
     """
     import torch
 
-    vocabulary, asked = s.model["vocab_size"], prompts(s, 1, s.checked)
+    vocabulary, asked = s.model["vocab_size"], prompts(s.model, 1, s.checked)
 
     def rows(outs: list[Any], token: int) -> Any:
         return torch.stack([log_probabilities(o.outputs[0].logprobs[token], vocabulary) for o in outs])
@@ -139,7 +139,7 @@ def check(llm: Any, case: Case, s: Sizes, work: Path) -> dict[str, Any]:
 
 def time_to_first_token(llm: Any, s: Sizes) -> dict[str, Any]:
     """Of one prompt alone, which no request had before."""
-    found = [seconds(llm, prompts(s, 100 + i, [s.prompt]), 1) for i in range(1 + s.repeats)][1:]
+    found = [seconds(llm, prompts(s.model, 100 + i, [s.prompt]), 1) for i in range(1 + s.repeats)][1:]
     return {"first_token_ms": statistics.median(found) * 1e3}
 
 
@@ -147,7 +147,7 @@ def prefill_and_step(llm: Any, s: Sizes) -> dict[str, Any]:
     """Prompts that are new, twice; then the time that more tokens of cached ones take."""
     found = []
     for seed in (2, 3):
-        asked = prompts(s, seed, [s.prompt] * s.batch)
+        asked = prompts(s.model, seed, [s.prompt] * s.batch)
         found.append(s.batch * s.prompt / seconds(llm, asked, 1))
     seconds(llm, asked, s.steps + 1)
     steps = [
@@ -158,7 +158,7 @@ def prefill_and_step(llm: Any, s: Sizes) -> dict[str, Any]:
 
 def at_fixed_memory(llm: Any, s: Sizes) -> dict[str, Any]:
     """Many requests at once: how many run together is for the format to decide."""
-    asked = prompts(s, 4, [s.short] * s.requests)
+    asked = prompts(s.model, 4, [s.short] * s.requests)
     took = seconds(llm, asked, s.new)
     return {"serve_tokens_s": s.requests * s.new / took, "serve_s": took}
 
@@ -178,11 +178,11 @@ def seconds(llm: Any, asked: list[list[int]], tokens: int) -> float:
     return took
 
 
-def prompts(s: Sizes, seed: int, lengths: list[int]) -> list[list[int]]:
+def prompts(sizes: dict[str, Any], seed: int, lengths: list[int]) -> list[list[int]]:
     import torch
 
     g = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, s.model["vocab_size"], (n,), generator=g).tolist() for n in lengths]
+    return [torch.randint(3, sizes["vocab_size"], (n,), generator=g).tolist() for n in lengths]
 
 
 def tokens_of(llm: Any) -> int:

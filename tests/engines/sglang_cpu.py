@@ -6,48 +6,19 @@ models, sampler. Its kernels for GPUs are stood in for, since no CPU calls them.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import multiprocessing
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.update(SGLANG_USE_CPU_ENGINE="1", TOKENIZERS_PARALLELISM="false", TORCHDYNAMO_DISABLE="1")
 
 import torch
+from stand_in import stand_in
 
-
-class _Anything(ModuleType):
-    """A package of kernels whose every name can be imported; calling one is an error of its own."""
-
-    __path__: list[str] = []  # noqa: RUF012
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        made = type(name, (), {}) if name[0].isupper() else _Anything(f"{self.__name__}.{name}")
-        setattr(self, name, made)
-        return made
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.split(".")[0] == "sgl_kernel":
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: Any) -> ModuleType:
-        return _Anything(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
-sys.meta_path.append(_Finder())
+stand_in("sgl_kernel")
 # torchvision's own operators are made for CUDA; it names two of them when it is imported.
 _library = torch.library.Library("torchvision", "FRAGMENT")
 _library.define("nms(Tensor a, Tensor b, float c) -> Tensor")
