@@ -118,18 +118,18 @@ def check(engine: Any, work: Path, format: str, backend: str, sizes: dict[str, A
     asked = prompts(sizes, 1, lengths)
     reference = json.loads(path.read_text()) if path.exists() else None
     top = None if reference is None else [r["top"] for r in reference]
-    given = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
+    sampling_params = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
     outs = engine.generate(
-        input_ids=asked, sampling_params=given, return_logprob=True, top_logprobs_num=TOP,
+        input_ids=asked, sampling_params=sampling_params, return_logprob=True, top_logprobs_num=TOP,
         token_ids_logprob=top,
     )  # fmt: skip
     found = []
     for i, out in enumerate(outs):
-        told = out["meta_info"]
+        meta_info = out["meta_info"]
         if top is None:
-            rows = [(token, logprob) for logprob, token, _ in told["output_top_logprobs"][1]]
+            rows = [(token, logprob) for logprob, token, _ in meta_info["output_top_logprobs"][1]]
         else:
-            rows = [(token, logprob) for logprob, token, _ in told["output_token_ids_logprobs"][1]]
+            rows = [(token, logprob) for logprob, token, _ in meta_info["output_token_ids_logprobs"][1]]
             rows.sort(key=lambda row: top[i].index(row[0]))
         found.append({"first": out["output_ids"][0], "top": [t for t, _ in rows], "logprobs": [x for _, x in rows]})
     if reference is None:

@@ -237,7 +237,7 @@ def stamps(calls: list, buffers: dict) -> list[dict]:
     return replays
 
 
-# ---- what is told of it ----
+# ---- report ----
 
 
 def is_own(row: list[int], j: int) -> bool:
@@ -343,14 +343,14 @@ def main() -> int:
             for i in cells
             for stamped in "01"
         }
-        told = {key: process.communicate()[0] for key, process in started.items()}
+        outputs = {key: process.communicate()[0] for key, process in started.items()}
     bad = 0
     for i in cells:
         if any(started[i, s].returncode for s in "01"):
             print(f"cell {i}: failed")
             bad = 1
             continue
-        plain, stamped = (json.loads(told[i, s].splitlines()[-1]) for s in "01")
+        plain, stamped = (json.loads(outputs[i, s].splitlines()[-1]) for s in "01")
         replays = stamped.pop("replays")
         ctas = {kernel: len(replays[0][kernel]) for kernel in KERNELS}
         record = {**plain, "us_stamped": stamped["us"], "ctas": ctas, "us_since_wait": since_wait(replays)}

@@ -1,7 +1,7 @@
 """The columns of a row's largest scores on Hopper: the tournament of `triton/parts/index_topk.py`, with histograms.
 
 A program holds its keys in registers, and counts them by their highest 11 bits in shared memory, then, of those in the
-bin of the k-th largest, by the next 11, and by the last 10. A bin whose keys all may be taken ends it early, which is
+bin of the k-th largest, by the next 11, and by the last 10. A bin that may be selected whole ends it early, which is
 so for most splits at once. Places are counted by ballots: a warp holds neighbouring columns, 32 a step.
 
 Gluon has no atomics in shared memory, and no address of it: both are PTX.
@@ -243,8 +243,8 @@ def count_keys_at_threshold_before_each(words, keys, threshold, BLOCK_COLUMNS: g
 
 
 @gluon.jit
-def places_and_taken(words, keys, threshold, max_ties, BLOCK_COLUMNS: gl.constexpr, WARPS: gl.constexpr):
-    """Returns (output positions of a block's keys, in two terms, which are taken, how many are, how many ties are
+def output_positions_and_m_selected(words, keys, threshold, max_ties, BLOCK_COLUMNS: gl.constexpr, WARPS: gl.constexpr):
+    """Returns (output positions of a block's keys, in two terms, which are selected, how many are, how many ties are
     left)."""
     if max_ties < _UNLIMITED:
         equal = (keys == threshold).to(gl.uint32)
@@ -306,13 +306,13 @@ def index_candidates_kernel(
         i = begin + block_columns(COLUMNS_PER_SPLIT, WARPS)
         keys = sortable_keys_at(source, i)
         found = find_threshold(words, source, keys, k, max_per_split, COLUMNS_PER_SPLIT, True, WARPS)
-        place, before, taken, _count, _ties = places_and_taken(
+        place, before, m_sel, _count, _ties = output_positions_and_m_selected(
             words, keys, found.key, found.max_ties, COLUMNS_PER_SPLIT, WARPS
         )
-        column = columns_of_keys(source, i, columns_offset, taken)
+        column = columns_of_keys(source, i, columns_offset, m_sel)
         p_out = CANDIDATES + (i_line.to(gl.int64) * num_splits + i_split) * max_per_split
-        gl.store((p_out + before) + place, keys.to(gl.int32, bitcast=True), mask=taken)
-        gl.store((p_out + candidates_offset + before) + place, column, mask=taken)
+        gl.store((p_out + before) + place, keys.to(gl.int32, bitcast=True), mask=m_sel)
+        gl.store((p_out + candidates_offset + before) + place, column, mask=m_sel)
         fill(p_out, found.num_taken, max_per_split, 0, WARPS)
 
 
@@ -343,15 +343,17 @@ def index_topk_kernel(
     i = block_columns(BLOCK_COLUMNS, WARPS)
     keys = sortable_keys_at(source, i)
     found = find_threshold(words, source, keys, k, k, BLOCK_COLUMNS, ONE_BLOCK, WARPS)
-    place, before, taken, count, ties = places_and_taken(words, keys, found.key, found.max_ties, BLOCK_COLUMNS, WARPS)
-    gl.store((p_out + before) + place, columns_of_keys(source, i, columns_offset, taken), mask=taken)
+    place, before, m_sel, count, ties = output_positions_and_m_selected(
+        words, keys, found.key, found.max_ties, BLOCK_COLUMNS, WARPS
+    )
+    gl.store((p_out + before) + place, columns_of_keys(source, i, columns_offset, m_sel), mask=m_sel)
     if not ONE_BLOCK:
         for begin in range(BLOCK_COLUMNS, source.num, BLOCK_COLUMNS):
             i = begin + block_columns(BLOCK_COLUMNS, WARPS)
-            place, before, taken, num_taken, ties = places_and_taken(
+            place, before, m_sel, num_taken, ties = output_positions_and_m_selected(
                 words, sortable_keys_at(source, i), found.key, ties, BLOCK_COLUMNS, WARPS
             )
-            gl.store((p_out + count + before) + place, columns_of_keys(source, i, columns_offset, taken), mask=taken)
+            gl.store((p_out + count + before) + place, columns_of_keys(source, i, columns_offset, m_sel), mask=m_sel)
             count += num_taken
     count = found.num_taken
     if HAS_GROUP:
