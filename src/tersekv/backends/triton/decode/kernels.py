@@ -88,7 +88,7 @@ def stream_k_decode_kernel(
                 request.num_n_blocks,
             )
             # Load Q
-            tokens, heads, m_row = token_and_head_of_q_rows(m_block, h, request.q_begin, request.num_q_rows, cfg)
+            tokens, heads, m_row = token_and_head_of_q_rows(m_block, h, request.q_begin, request.seqlen_q, cfg)
             scale = score_scale * load_device_or_host_scale(k_scale, K_SCALE, h * cfg.K_SCALE_STRIDE, cfg.HAS_K_SCALE)
             q, q_scale = load_transposed_16bit_q_tiles_and_q_scale(
                 Q, tokens, heads, m_row, stride_q_t, stride_q_h, (K_SIGNS, K_CHANNEL_SCALES, stride_k_channel_scales_h),
@@ -100,7 +100,7 @@ def stream_k_decode_kernel(
                 page_table_row_ptr_or_key_list(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg), MASK,
                 q, scale * q_scale, softcap,
                 request.first_n_block + n_block_begin, request.first_n_block + n_block_end, request.num_keys,
-                request.num_q_rows, m_block * cfg.BLOCK_M, request.q_begin, h,
+                request.seqlen_q, m_block * cfg.BLOCK_M, request.q_begin, h,
                 stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_k_scales_p,
                 stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h,
                 stride_mask_t, cfg,
@@ -134,7 +134,7 @@ def stream_k_decode_kernel(
                     )
                     tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS, num_splits)
                     tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 1, request.q_begin)
-                    tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 2, request.num_q_rows)
+                    tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 2, request.seqlen_q)
                     tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 3, m_block)
                 store_partial(SPLIT_WORKSPACE, partial_slot, row_max, row_sum, acc_o, m_row, cfg)
             block += n_block_end - n_block_begin

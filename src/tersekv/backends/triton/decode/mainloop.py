@@ -191,17 +191,17 @@ def load_stored_kv_scales(
 
 
 @triton.jit
-def is_visible(n_block, num_keys, num_q_rows, row_begin, q_begin, m_n, MASK, stride_mask_t, cfg: tl.constexpr):
+def is_visible(n_block, num_keys, seqlen_q, row_begin, q_begin, m_n, MASK, stride_mask_t, cfg: tl.constexpr):
     """Returns which keys of n_block each query row sees: [BLOCK_N, BLOCK_M]."""
     o_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
     o_q = (row_begin + tl.arange(0, cfg.BLOCK_M)) // cfg.GROUP  # draft token of a row
-    num_cached_keys = num_keys - num_q_rows
+    num_cached_keys = num_keys - seqlen_q
     q_position = num_cached_keys + o_q
     visible = m_n[:, None]
     if cfg.HAS_MASK:
         o_draft = o_n - num_cached_keys
         p_mask_word = MASK + (q_begin + o_q)[None, :].to(tl.int64) * stride_mask_t + (o_draft >> 4)[:, None]
-        m_mask_word = (o_draft >= 0)[:, None] & visible & (o_q < num_q_rows)[None, :]
+        m_mask_word = (o_draft >= 0)[:, None] & visible & (o_q < seqlen_q)[None, :]
         mask_word = tl.load(p_mask_word, mask=m_mask_word, other=0).to(tl.int32)
         mask_bit = (mask_word >> (o_draft & 15)[:, None]) & 1
         visible = visible & ((o_draft < 0)[:, None] | (mask_bit == 1))
@@ -213,7 +213,7 @@ def is_visible(n_block, num_keys, num_q_rows, row_begin, q_begin, m_n, MASK, str
 
 
 @triton.jit
-def compute_scores(K, k_scales, MASK, q, score_scale, softcap, page_id, n_block, num_keys, num_q_rows, row_begin,
+def compute_scores(K, k_scales, MASK, q, score_scale, softcap, page_id, n_block, num_keys, seqlen_q, row_begin,
                    q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, I_UNROLL: tl.constexpr,
                    MASKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
     """Returns scores [BLOCK_N, BLOCK_M] of n_block in units of log2. k_scales: stored, one entry per unrolled block."""
@@ -245,7 +245,7 @@ def compute_scores(K, k_scales, MASK, q, score_scale, softcap, page_id, n_block,
         s = tl.where(m_n[:, None], s, float("-inf"))
     elif MASKED:
         s = tl.where(
-            is_visible(n_block, num_keys, num_q_rows, row_begin, q_begin, m_n, MASK, stride_mask_t, cfg),
+            is_visible(n_block, num_keys, seqlen_q, row_begin, q_begin, m_n, MASK, stride_mask_t, cfg),
             s,
             float("-inf"),
         )
@@ -272,7 +272,7 @@ def load_v_blocks(
 
 @triton.jit
 def accumulate_pv(
-    acc_o, v, v_scales, p, n_block, num_keys, num_q_rows, I_UNROLL: tl.constexpr, MASKED: tl.constexpr,
+    acc_o, v, v_scales, p, n_block, num_keys, seqlen_q, I_UNROLL: tl.constexpr, MASKED: tl.constexpr,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """Returns acc_o + Vᵀ P for key block n_block, p [BLOCK_N, BLOCK_M]. acc_o: PACK tiles [BLOCK_DV, BLOCK_M]."""
@@ -290,19 +290,19 @@ def accumulate_pv(
         x = v[j]
         if MASKED and cfg.LIST.LENGTH < 0:  # rows of listed keys are loaded as 0 where they are not visible
             x = tl.where(
-                keys_visible_to_any_row(n_block, num_keys, num_q_rows, cfg)[None, :], x, 0.0
+                keys_visible_to_any_row(n_block, num_keys, seqlen_q, cfg)[None, :], x, 0.0
             )  # an invalid slot may hold NaN, and 0 × NaN is NaN
         out = out + (tl.dot(x, p.to(x.dtype), acc=acc_o[j]),)
     return out
 
 
 @triton.jit
-def keys_visible_to_any_row(n_block, num_keys, num_q_rows, cfg: tl.constexpr):
+def keys_visible_to_any_row(n_block, num_keys, seqlen_q, cfg: tl.constexpr):
     """Returns which keys of n_block [BLOCK_N] some row may see; pages before every row's window may have been freed."""
     o_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
     valid = o_n < num_keys
     if cfg.WINDOW > 0:
-        valid = valid & (o_n > num_keys - num_q_rows - cfg.WINDOW)
+        valid = valid & (o_n > num_keys - seqlen_q - cfg.WINDOW)
     return valid
 
 
@@ -311,13 +311,13 @@ def keys_visible_to_any_row(n_block, num_keys, num_q_rows, cfg: tl.constexpr):
 
 @triton.jit
 def compute_v_scaled_scores_and_inv_v_scales(
-    K, k_scales, v_scales, MASK, q, score_scale, softcap, page_ids, n_block, num_keys, num_q_rows, row_begin, q_begin,
+    K, k_scales, v_scales, MASK, q, score_scale, softcap, page_ids, n_block, num_keys, seqlen_q, row_begin, q_begin,
     h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, UNROLL: tl.constexpr, MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """Returns scores of UNROLL key blocks, and reciprocals of the V scales (per-token formats; else empty)."""
     s, inv_v_scales = (), ()
     for j in tl.static_range(UNROLL):
-        x = compute_scores(K, k_scales, MASK, q, score_scale, softcap, page_ids[j], n_block + j, num_keys, num_q_rows,
+        x = compute_scores(K, k_scales, MASK, q, score_scale, softcap, page_ids[j], n_block + j, num_keys, seqlen_q,
                            row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, j, MASKED,
                            cfg)  # fmt: skip
         if cfg.TOKEN_SCALES:
@@ -325,7 +325,7 @@ def compute_v_scaled_scores_and_inv_v_scales(
             safe_v_scales = tl.maximum(v_scales[j], 1e-30)
             if MASKED and cfg.LIST.LENGTH < 0:
                 safe_v_scales = tl.where(
-                    keys_visible_to_any_row(n_block + j, num_keys, num_q_rows, cfg), safe_v_scales, 1.0
+                    keys_visible_to_any_row(n_block + j, num_keys, seqlen_q, cfg), safe_v_scales, 1.0
                 )
             log2_v_scales, reciprocals = approx_log2_and_reciprocal(safe_v_scales, cfg)
             x += log2_v_scales[:, None]
@@ -336,7 +336,7 @@ def compute_v_scaled_scores_and_inv_v_scales(
 
 @triton.jit
 def softmax_and_pv_step(V, prefetched_v, v_scales, s, inv_v_scales, row_max, row_sum, acc_o, page_ids, n_block,
-                        num_keys, num_q_rows, h, stride_v_p, stride_v_s, stride_v_h, UNROLL: tl.constexpr,
+                        num_keys, seqlen_q, h, stride_v_p, stride_v_s, stride_v_h, UNROLL: tl.constexpr,
                         MASKED: tl.constexpr, V_PREFETCHED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
     """Runs online softmax over the scores of UNROLL key blocks, then PV. V_PREFETCHED: V is in registers already."""
     PACK: tl.constexpr = cfg.PACK
@@ -365,13 +365,13 @@ def softmax_and_pv_step(V, prefetched_v, v_scales, s, inv_v_scales, row_max, row
             v = load_v_blocks(
                 V, (page_ids[j],), n_block + j, num_keys, h, stride_v_p, stride_v_s, stride_v_h, 1, MASKED, cfg
             )[0]
-        rescaled_acc = accumulate_pv(rescaled_acc, v, v_scales, p, n_block + j, num_keys, num_q_rows, j, MASKED, cfg)
+        rescaled_acc = accumulate_pv(rescaled_acc, v, v_scales, p, n_block + j, num_keys, seqlen_q, j, MASKED, cfg)
     return row_max_new, row_sum, rescaled_acc
 
 
 @triton.jit
 def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, score_scale, softcap, n_block_begin, n_block_end, num_keys,
-             num_q_rows, row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h,
+             seqlen_q, row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h,
              stride_k_scales_p, stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s,
              stride_v_scales_h, stride_mask_t, cfg: tl.constexpr):  # fmt: skip
     """Returns (row_max, row_sum, PACK tiles acc_o [BLOCK_DV, BLOCK_M]) over key blocks [n_block_begin, n_block_end)."""
@@ -387,7 +387,7 @@ def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, score_scale, softcap
         unmasked_begin = tl.minimum(
             tl.maximum(n_block_begin, tl.cdiv(tl.maximum(num_keys - cfg.WINDOW, 0), cfg.BLOCK_N)), n_block_end
         )
-    num_unmasked_keys = num_keys - num_q_rows if cfg.HAS_MASK else num_keys - num_q_rows + 1
+    num_unmasked_keys = num_keys - seqlen_q if cfg.HAS_MASK else num_keys - seqlen_q + 1
     unmasked_end = tl.maximum(tl.minimum(n_block_end, tl.maximum(num_unmasked_keys, 0) // cfg.BLOCK_N), unmasked_begin)
     unmasked_end = unmasked_begin + (unmasked_end - unmasked_begin) // cfg.UNROLL * cfg.UNROLL
     # Listed keys are masked where they are loaded: all of their blocks, one a step, take the pipelined loop.
@@ -414,7 +414,7 @@ def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, score_scale, softcap
             key_source, n_block + cfg.UNROLL, num_keys, cfg.UNROLL, cfg
         )
         s, inv_v_scales = compute_v_scaled_scores_and_inv_v_scales(
-            K, k_scales, v_scales, MASK, q, score_scale, softcap, page_ids, n_block, num_keys, num_q_rows, row_begin,
+            K, k_scales, v_scales, MASK, q, score_scale, softcap, page_ids, n_block, num_keys, seqlen_q, row_begin,
             q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, cfg.UNROLL, LISTED, cfg,
         )  # fmt: skip
         next_k_scales, next_v_scales = load_stored_kv_scales(
@@ -428,7 +428,7 @@ def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, score_scale, softcap
                 True, cfg,
             )  # fmt: skip
         row_max, row_sum, acc_o = softmax_and_pv_step(V, v, v_scales, s, inv_v_scales, row_max, row_sum, acc_o,
-                                                      page_ids, n_block, num_keys, num_q_rows, h, stride_v_p,
+                                                      page_ids, n_block, num_keys, seqlen_q, h, stride_v_p,
                                                       stride_v_s, stride_v_h, cfg.UNROLL, LISTED, cfg.REGISTER_PREFETCH,
                                                       cfg)  # fmt: skip
         page_ids, k_scales, v_scales, v = next_page_ids, next_k_scales, next_v_scales, next_v
@@ -447,11 +447,11 @@ def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, score_scale, softcap
             )  # fmt: skip
             s, inv_v_scales = compute_v_scaled_scores_and_inv_v_scales(
                 K, k_scales_here, v_scales_here, MASK, q, score_scale, softcap, page_ids_here, n_block, num_keys,
-                num_q_rows, row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, 1, True, cfg,
+                seqlen_q, row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, 1, True, cfg,
             )  # fmt: skip
             row_max, row_sum, acc_o = softmax_and_pv_step(
                 V, (), v_scales_here, s, inv_v_scales, row_max, row_sum, acc_o, page_ids_here, n_block, num_keys,
-                num_q_rows, h, stride_v_p, stride_v_s, stride_v_h, 1, True, False, cfg,
+                seqlen_q, h, stride_v_p, stride_v_s, stride_v_h, 1, True, False, cfg,
             )  # fmt: skip
     # Undo the scales of int4's tiles, which differ
     if cfg.CODE == INT4:

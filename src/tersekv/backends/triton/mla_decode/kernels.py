@@ -352,13 +352,13 @@ def per_key_max_scale_inverse_and_ratios(group_scales, cfg: tl.constexpr):
 
 
 @triton.jit
-def apply_mask(s, page_ids_or_pages_slots_and_visible, n_block, num_keys, num_q_rows, row_begin, cfg: tl.constexpr):
+def apply_mask(s, page_ids_or_pages_slots_and_visible, n_block, num_keys, seqlen_q, row_begin, cfg: tl.constexpr):
     """Returns the scores of n_block with −inf where a query row does not see a key."""
     if cfg.LIST.LENGTH >= 0:
         return tl.where(page_ids_or_pages_slots_and_visible[VISIBLE][:, None], s, float("-inf"))
     else:
         o_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
-        q_position = num_keys - num_q_rows + (row_begin + tl.arange(0, cfg.BLOCK_M)) // cfg.GROUP
+        q_position = num_keys - seqlen_q + (row_begin + tl.arange(0, cfg.BLOCK_M)) // cfg.GROUP
         return tl.where((o_n < num_keys)[:, None] & (o_n[:, None] <= q_position[None, :]), s, float("-inf"))
 
 
@@ -396,7 +396,7 @@ def softmax_and_pv_step(
 
 @triton.jit
 def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, score_scale, n_block_begin, n_block_end,
-             num_keys, num_q_rows, row_begin, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, stride_scales_p,
+             num_keys, seqlen_q, row_begin, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, stride_scales_p,
              stride_scales_s, cfg: tl.constexpr):  # fmt: skip
     """Returns (row_max, row_sum, CHUNKS * PACK tiles acc_o [CHUNK, BLOCK_M]) over [n_block_begin, n_block_end)."""
     NUM_ACC_TILES: tl.constexpr = cfg.CHUNKS * cfg.PACK
@@ -412,7 +412,7 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, score
         acc_o = acc_o + (tl.full([cfg.BLOCK_PE, cfg.BLOCK_M], 0.0, tl.float32),)
     # Key blocks [n_block_begin, unmasked_end) are fully visible to every row; the others need a mask.
     unmasked_end = tl.maximum(
-        tl.minimum(n_block_end, tl.maximum(num_keys - num_q_rows + 1, 0) // cfg.BLOCK_N), n_block_begin
+        tl.minimum(n_block_end, tl.maximum(num_keys - seqlen_q + 1, 0) // cfg.BLOCK_N), n_block_begin
     )
     # Listed keys are masked where they are loaded, so that all of their blocks take the pipelined loop.
     if cfg.LIST.LENGTH >= 0:
@@ -437,7 +437,7 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, score
             cfg.LIST.LENGTH >= 0, cfg,
         )  # fmt: skip
         if cfg.LIST.LENGTH >= 0:
-            s = apply_mask(s, page_ids, n_block, num_keys, num_q_rows, row_begin, cfg)
+            s = apply_mask(s, page_ids, n_block, num_keys, seqlen_q, row_begin, cfg)
         next_group_scales = load_group_scale_vectors(
             SCALES, next_page_ids, n_block + 1, num_keys, stride_scales_p, stride_scales_s, cfg
         )
@@ -462,7 +462,7 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, score
                 (), (), group_scales_here, q_nope, q_pe, score_scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids_here,
                 n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, False, True, cfg,
             )  # fmt: skip
-            s = apply_mask(s, page_ids_here, n_block, num_keys, num_q_rows, row_begin, cfg)
+            s = apply_mask(s, page_ids_here, n_block, num_keys, seqlen_q, row_begin, cfg)
             row_max, row_sum, acc_o = softmax_and_pv_step(
                 s, packed_latents, bf16_rope_tail, group_scales_here, row_max, row_sum, acc_o, CKV, KPE, page_ids_here,
                 n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, True, cfg,
@@ -571,7 +571,7 @@ def stream_k_mla_decode_kernel(
                 request.num_n_blocks,
             )
             # Load Q
-            tokens, heads, m_row = token_and_head_of_q_rows(m_block, h, request.q_begin, request.num_q_rows, cfg)
+            tokens, heads, m_row = token_and_head_of_q_rows(m_block, h, request.q_begin, request.seqlen_q, cfg)
             q_nope, q_pe, q_scale = load_transposed_16bit_q_tiles_and_q_scale(
                 Q_NOPE, Q_PE, tokens, heads, m_row, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h, cfg
             )
@@ -580,7 +580,7 @@ def stream_k_mla_decode_kernel(
                 CKV, KPE, CKV_MAP, KPE_MAP, SCALES,
                 page_table_row_ptr_or_key_list(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg), q_nope, q_pe,
                 score_scale * q_scale,
-                n_block_begin, n_block_end, request.num_keys, request.num_q_rows, m_block * cfg.BLOCK_M, stride_ckv_p,
+                n_block_begin, n_block_end, request.num_keys, request.seqlen_q, m_block * cfg.BLOCK_M, stride_ckv_p,
                 stride_ckv_s, stride_kpe_p, stride_kpe_s, stride_scales_p, stride_scales_s, cfg,
             )  # fmt: skip
             # Epilogue: a whole work tile goes to OUT, a split to the workspace, for the combine
@@ -609,7 +609,7 @@ def stream_k_mla_decode_kernel(
                     )
                     tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS, num_splits)
                     tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 1, request.q_begin)
-                    tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 2, request.num_q_rows)
+                    tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 2, request.seqlen_q)
                     tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 3, m_block)
                 store_partial(SPLIT_WORKSPACE, partial_slot, row_max, row_sum, acc_o, m_row, cfg)
             block += n_block_end - n_block_begin

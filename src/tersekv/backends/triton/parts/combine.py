@@ -78,11 +78,11 @@ def combine_by_split_metadata_kernel(
     SPLIT_METADATA = split_metadata_ptr(SPLIT_WORKSPACE, tl.num_programs(0), cfg)
     num_splits = tl.load(SPLIT_METADATA + i_program * METADATA_FIELDS)
     q_begin = tl.load(SPLIT_METADATA + i_program * METADATA_FIELDS + 1)
-    num_q_rows = tl.load(SPLIT_METADATA + i_program * METADATA_FIELDS + 2)
+    seqlen_q = tl.load(SPLIT_METADATA + i_program * METADATA_FIELDS + 2)
     if num_splits > 0:
         m_block = tl.load(SPLIT_METADATA + i_program * METADATA_FIELDS + 3)
         h, i_row = i_program % cfg.HEADS, m_block * cfg.BLOCK_M + i_row_in_block
-        if i_row < num_q_rows * cfg.GROUP:
+        if i_row < seqlen_q * cfg.GROUP:
             row_max, row_sum, acc_o = load_and_combine_splits_of_row(
                 SPLIT_WORKSPACE, 2 * i_program, 2 * cfg.HEADS, 1, num_splits, i_row_in_block, cfg
             )
@@ -103,7 +103,7 @@ def combine_batch_invariant_kernel(
     i_request, m_block = find_work_tile(CU_SEQLENS_Q, B, i_work_tile, cfg)
     request = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
     i_row, split_blocks = m_block * cfg.BLOCK_M + i_row_in_block, blocks_per_split(request.num_n_blocks, cfg)
-    if (i_row < request.num_q_rows * cfg.GROUP) & (split_blocks < request.num_n_blocks):
+    if (i_row < request.seqlen_q * cfg.GROUP) & (split_blocks < request.num_n_blocks):
         row_max, row_sum, acc_o = load_and_combine_splits_of_row(
             SPLIT_WORKSPACE, i_work_tile * max_splits * cfg.HEADS + h, cfg.HEADS, 0,
             tl.cdiv(request.num_n_blocks, split_blocks), i_row_in_block, cfg,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-METADATA_FIELDS = tl.constexpr(4)  # num_splits, q_begin, num_q_rows, m_block
+METADATA_FIELDS = tl.constexpr(4)  # num_splits, q_begin, seqlen_q, m_block
 
 
 class RequestShape(NamedTuple):
@@ -26,7 +26,7 @@ class RequestShape(NamedTuple):
     num_m_blocks: Any
     first_n_block: Any  # first key block in some row's window
     num_keys: Any
-    num_q_rows: Any  # tokens of the query
+    seqlen_q: Any  # tokens of the query
     q_begin: Any  # first of them
 
 
@@ -89,17 +89,17 @@ def load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, m_r
             num_keys = (num_entries * cfg.LIST.BLOCK).to(tl.int32)
     if cfg.VARLEN_Q:
         q_begin = tl.load(CU_SEQLENS_Q + i_request, mask=m_request, other=0).to(tl.int32)
-        num_q_rows = tl.load(CU_SEQLENS_Q + i_request + 1, mask=m_request, other=0).to(tl.int32) - q_begin
+        seqlen_q = tl.load(CU_SEQLENS_Q + i_request + 1, mask=m_request, other=0).to(tl.int32) - q_begin
     else:
         q_begin = i_request * cfg.MAX_SEQLEN_Q
-        num_q_rows = tl.where(m_request, cfg.MAX_SEQLEN_Q, 0)
+        seqlen_q = tl.where(m_request, cfg.MAX_SEQLEN_Q, 0)
     first_n_block = num_keys * 0
     if cfg.WINDOW > 0:
-        first_n_block = tl.maximum(num_keys - num_q_rows - cfg.WINDOW + 1, 0) // cfg.BLOCK_N
+        first_n_block = tl.maximum(num_keys - seqlen_q - cfg.WINDOW + 1, 0) // cfg.BLOCK_N
     # A request without keys still has outputs to store: one empty key block.
     num_n_blocks = tl.maximum(tl.cdiv(num_keys, cfg.BLOCK_N) - first_n_block, 1)
-    num_m_blocks = tl.cdiv(num_q_rows * cfg.GROUP, cfg.BLOCK_M)
-    return RequestShape(num_n_blocks, num_m_blocks, first_n_block, num_keys, num_q_rows, q_begin)
+    num_m_blocks = tl.cdiv(seqlen_q * cfg.GROUP, cfg.BLOCK_M)
+    return RequestShape(num_n_blocks, num_m_blocks, first_n_block, num_keys, seqlen_q, q_begin)
 
 
 @triton.jit
@@ -131,11 +131,11 @@ def find_request_and_base_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg: tl.con
 
 
 @triton.jit
-def token_and_head_of_q_rows(m_block, h, q_begin, num_q_rows, cfg: tl.constexpr):
+def token_and_head_of_q_rows(m_block, h, q_begin, seqlen_q, cfg: tl.constexpr):
     """Returns (tokens, query heads, whether the row exists) of a block of query rows, [BLOCK_M] each."""
     o_r = m_block * cfg.BLOCK_M + tl.arange(0, cfg.BLOCK_M)
     tokens = (q_begin + o_r // cfg.GROUP).to(tl.int64)
-    return tokens, (h * cfg.GROUP + o_r % cfg.GROUP).to(tl.int64), o_r < num_q_rows * cfg.GROUP
+    return tokens, (h * cfg.GROUP + o_r % cfg.GROUP).to(tl.int64), o_r < seqlen_q * cfg.GROUP
 
 
 @triton.jit

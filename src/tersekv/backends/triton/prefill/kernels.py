@@ -163,18 +163,18 @@ def prefill_kernel(
     i_tile = (num_programs - 1 - i_program) // cfg.HEADS
     i_request, m_block = find_request_and_m_block_maybe_empty(CU_SEQLENS_Q, B, i_tile, cfg)
     q_begin = load_q_begin(CU_SEQLENS_Q, i_request, True)
-    num_q_rows = (load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin).to(tl.int32)
+    seqlen_q = (load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin).to(tl.int32)
     row_begin = m_block * cfg.BLOCK_M
-    if row_begin < num_q_rows * cfg.GROUP:
+    if row_begin < seqlen_q * cfg.GROUP:
         num_keys = tl.load(SEQ_LENS + i_request).to(tl.int32)
-        first_new_position = num_keys - num_q_rows  # position of the request's first new token
+        first_new_position = num_keys - seqlen_q  # position of the request's first new token
         o_r = row_begin + tl.arange(0, cfg.BLOCK_M)
         o_i = o_r // cfg.GROUP
         tokens, heads = q_begin + o_i, (h * cfg.GROUP + o_r % cfg.GROUP).to(tl.int64)
-        m_row = o_r < num_q_rows * cfg.GROUP
+        m_row = o_r < seqlen_q * cfg.GROUP
         token_begin, token_end = (
             row_begin // cfg.GROUP,
-            tl.minimum(tl.cdiv(row_begin + cfg.BLOCK_M, cfg.GROUP), num_q_rows),
+            tl.minimum(tl.cdiv(row_begin + cfg.BLOCK_M, cfg.GROUP), seqlen_q),
         )
         # Scales of scores and values; the query, rotated like cached keys
         score_scale = load_device_or_host_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E
@@ -230,7 +230,7 @@ def prefill_kernel(
                 StridedRows(V_NEW + q_begin * stride_v_new_t, 0, stride_v_new_t, stride_v_new_h),
                 StridedRows(None, 0, 0, 0),
             )
-            key_range = visible_key_range(tl.maximum(-first_new_position, 0), num_q_rows, token_begin, token_end, cfg)
+            key_range = visible_key_range(tl.maximum(-first_new_position, 0), seqlen_q, token_begin, token_end, cfg)
             q = (x.to(K_NEW.dtype.element_ty),)  # their 16-bit type holds every query exactly
             scale = tl.full([cfg.BLOCK_M], 1.0, tl.float32) * score_scale
             row_max, row_sum, acc_o = mainloop(
@@ -284,15 +284,15 @@ def combine_in_order_kernel(
     i_tile, h = tl.program_id(0) // cfg.HEADS, tl.program_id(0) % cfg.HEADS
     i_request, m_block = find_request_and_m_block_maybe_empty(CU_SEQLENS_Q, B, i_tile, cfg)
     q_begin = load_q_begin(CU_SEQLENS_Q, i_request, True)
-    num_q_rows = (load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin).to(tl.int32)
+    seqlen_q = (load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin).to(tl.int32)
     i_row_in_block = tl.program_id(1) + tl.arange(0, 1)
     o_r = m_block * cfg.BLOCK_M + i_row_in_block
-    m_row = o_r < num_q_rows * cfg.GROUP
-    if m_block * cfg.BLOCK_M + tl.program_id(1) < num_q_rows * cfg.GROUP:
+    m_row = o_r < seqlen_q * cfg.GROUP
+    if m_block * cfg.BLOCK_M + tl.program_id(1) < seqlen_q * cfg.GROUP:
         num_keys = tl.load(SEQ_LENS + i_request).to(tl.int32)
         token_begin = m_block * cfg.BLOCK_M // cfg.GROUP
-        token_end = tl.minimum(tl.cdiv((m_block + 1) * cfg.BLOCK_M, cfg.GROUP), num_q_rows)
-        first_new_position = num_keys - num_q_rows
+        token_end = tl.minimum(tl.cdiv((m_block + 1) * cfg.BLOCK_M, cfg.GROUP), seqlen_q)
+        first_new_position = num_keys - seqlen_q
         key_range = visible_key_range(
             0, num_keys, first_new_position + token_begin, first_new_position + token_end, cfg
         )

@@ -279,7 +279,7 @@ def arrive_and_combine_in_levels_if_last(
     SPLIT_WORKSPACE, tile_first_range, num_splits, row_begin = (
         tensors.SPLIT_WORKSPACE, splits.tile_first_range, splits.num_splits, work_tile.m_block * cfg.BLOCK_M,
     )  # fmt: skip
-    num_rows_left = work_tile.num_q_rows * cfg.GROUP - row_begin
+    num_rows_left = work_tile.seqlen_q * cfg.GROUP - row_begin
     fan_in = first_level_fan_in(num_splits)
     combine_first_range = tile_first_range + (splits.i_range - tile_first_range) // fan_in * fan_in
     range_step, num_partials = (
@@ -341,11 +341,11 @@ def combine_kernel(
     )
     if cfg.VARLEN_Q:
         q_begin = tl.load(CU_SEQLENS_Q + i_request).to(tl.int32)
-        num_q_rows = tl.load(CU_SEQLENS_Q + i_request + 1).to(tl.int32) - q_begin
+        seqlen_q = tl.load(CU_SEQLENS_Q + i_request + 1).to(tl.int32) - q_begin
     else:
-        q_begin, num_q_rows = i_request * cfg.MAX_SEQLEN_Q, cfg.MAX_SEQLEN_Q
+        q_begin, seqlen_q = i_request * cfg.MAX_SEQLEN_Q, cfg.MAX_SEQLEN_Q
     num_splits, tile_first_range = 0, 0
-    if m_block * cfg.BLOCK_M < num_q_rows * cfg.GROUP:
+    if m_block * cfg.BLOCK_M < seqlen_q * cfg.GROUP:
         SPLIT_METADATA = split_metadata_ptr(SPLIT_WORKSPACE, num_workspace_ranges * cfg.HEADS, cfg) + 2 * i_work_tile
         num_splits, tile_first_range = tl.load(SPLIT_METADATA), tl.load(SPLIT_METADATA + 1)
     if num_splits > 1:
@@ -353,7 +353,7 @@ def combine_kernel(
         o_row = i_column_block // CHUNKS * tile_cfg.COMBINE_ROWS + tl.arange(0, tile_cfg.COMBINE_ROWS)
         kv_heads, row_in_tile = first_head + o_row // tile_cfg.VALID_ROWS, o_row % tile_cfg.VALID_ROWS
         q_row = m_block * cfg.BLOCK_M + row_in_tile
-        m_row = (q_row < num_q_rows * cfg.GROUP) & (o_row < tile_cfg.HEADS_PER_CTA * tile_cfg.VALID_ROWS)
+        m_row = (q_row < seqlen_q * cfg.GROUP) & (o_row < tile_cfg.HEADS_PER_CTA * tile_cfg.VALID_ROWS)
         o_split = tl.arange(0, tile_cfg.COMBINE_SPLITS)
         o_d = i_column_block % CHUNKS * tile_cfg.COMBINE_COLUMNS + tl.arange(0, tile_cfg.COMBINE_COLUMNS)
         # Combine: COMBINE_SPLITS splits at a time, rescaled to the common maximum and summed

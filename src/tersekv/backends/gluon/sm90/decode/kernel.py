@@ -214,7 +214,7 @@ def load_log2_and_reciprocal_v_scales(
     if MASKED:
         o_n = first_key + gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
         v_scales = gl.where(
-            keys_visible_to_any_row_mask(o_n, mask_args.num_keys, mask_args.num_q_rows, cfg)[None, :], v_scales, 1.0
+            keys_visible_to_any_row_mask(o_n, mask_args.num_keys, mask_args.seqlen_q, cfg)[None, :], v_scales, 1.0
         )
     return log2_and_reciprocal(v_scales)
 
@@ -262,7 +262,7 @@ def accumulate_pv_of_mma_tile(
     packed = smem_codes_of_mma_tile(smem_v, i_tile_in_ring, cfg.PACKED_V, tile_cfg).permute([0, 2, 1]).load(A)
     if MASKED:  # an invalid slot may hold NaN, and 0 × NaN is NaN
         o_n = first_key + gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(0, gl.SliceLayout(1, A)))
-        valid = keys_visible_to_any_row_mask(o_n, mask_args.num_keys, mask_args.num_q_rows, cfg)[None, None, :]
+        valid = keys_visible_to_any_row_mask(o_n, mask_args.num_keys, mask_args.seqlen_q, cfg)[None, None, :]
         packed = gl.where(valid, packed, 0)
     if tile_cfg.V.CODE == "int4":
         token_scales = load_token_scales(
@@ -510,7 +510,7 @@ def store_output_and_lse(
     kv_heads = kv_heads_of_cta(first_head, gl.SliceLayout(1, HN), tile_cfg)
     q_heads = query_heads_of_rows(kv_heads[:, None], o_r[None, :], cfg, tile_cfg)
     tokens = (work_tile.q_begin + o_r // cfg.GROUP).to(gl.int64)[None, :]
-    m_row = (o_r < work_tile.num_q_rows * cfg.GROUP)[None, :] & (kv_heads >= 0)[:, None]
+    m_row = (o_r < work_tile.seqlen_q * cfg.GROUP)[None, :] & (kv_heads >= 0)[:, None]
     v_scale = v_scale_times_out_scale[:, None] * cfg.V_RESIDUAL_SCALE
     acc_scale, lse = compute_acc_scale_and_lse(
         state.row_max, state.row_sum, v_scale, tensors.SINKS, q_heads, m_row, cfg
@@ -665,7 +665,7 @@ def decode_small_m_or_shared_tiles_kernel(
             work_tile = make_work_tile_at_block(block, block_end, i_request, n_block_base, request)
             row_begin = work_tile.m_block * cfg.BLOCK_M
             mask_args = MaskArgs(
-                work_tile.num_keys, work_tile.num_q_rows, row_begin, work_tile.q_begin, MASK, stride_mask_t
+                work_tile.num_keys, work_tile.seqlen_q, row_begin, work_tile.q_begin, MASK, stride_mask_t
             )
             unmasked_begin, unmasked_end = unmasked_n_block_range(request, cfg)
             # Splits of this work tile, if this launch combines them.
@@ -743,13 +743,13 @@ def decode_small_m_or_shared_tiles_kernel(
                 else:
                     o_r = gl.arange(0, cfg.BLOCK_M, ROW)
                     store_partial_of_head(
-                        SPLIT_WORKSPACE, partial_slot, state, o_r, work_tile.num_q_rows * cfg.GROUP - row_begin, cfg
+                        SPLIT_WORKSPACE, partial_slot, state, o_r, work_tile.seqlen_q * cfg.GROUP - row_begin, cfg
                     )
             elif tile_cfg.UNSPLIT or is_unsplit:
                 store_output_and_lse(tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)
             else:
                 store_partial(
-                    SPLIT_WORKSPACE, partial_slot, state, first_head, work_tile.num_q_rows * cfg.GROUP - row_begin, cfg,
+                    SPLIT_WORKSPACE, partial_slot, state, first_head, work_tile.seqlen_q * cfg.GROUP - row_begin, cfg,
                     tile_cfg,
                 )  # fmt: skip
                 if tile_cfg.FUSED_COMBINE_ROWS > 0:

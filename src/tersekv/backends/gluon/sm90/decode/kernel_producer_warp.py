@@ -166,9 +166,7 @@ def consumer(
             thread_barrier()
             q = QueryOperands(smem_q, q.row_sums)
         score_scales = head_score_scales[:, None] * q_scales
-        mask_args = MaskArgs(
-            work_tile.num_keys, work_tile.num_q_rows, row_begin, work_tile.q_begin, MASK, strides.mask_t
-        )
+        mask_args = MaskArgs(work_tile.num_keys, work_tile.seqlen_q, row_begin, work_tile.q_begin, MASK, strides.mask_t)
         unmasked_begin, unmasked_end = unmasked_n_block_range(request, cfg)
         step: gl.constexpr = mainloop_step_lazy_rescale if cfg.BLOCK_M > 16 else mainloop_step
         state = init_unreduced_softmax_state(cfg, tile_cfg)
@@ -204,7 +202,7 @@ def consumer(
                 work_tile.n_block_begin == 0, 1, 0
             )
             store_partial(
-                tensors.SPLIT_WORKSPACE, partial_slot, state, first_head, work_tile.num_q_rows * cfg.GROUP - row_begin,
+                tensors.SPLIT_WORKSPACE, partial_slot, state, first_head, work_tile.seqlen_q * cfg.GROUP - row_begin,
                 cfg, tile_cfg,
             )  # fmt: skip
             if tile_cfg.FUSED_COMBINE_ROWS > 0:

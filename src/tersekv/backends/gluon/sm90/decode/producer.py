@@ -375,11 +375,11 @@ block_end, first_head,
         o_d = gl.arange(0, cfg.D, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
         if cfg.VARLEN_Q:
             q_begin = gl.load(CU_SEQLENS_Q + prefetch_pos.i_request).to(gl.int32)
-            num_q_rows = gl.load(CU_SEQLENS_Q + prefetch_pos.i_request + 1).to(gl.int32) - q_begin
+            seqlen_q = gl.load(CU_SEQLENS_Q + prefetch_pos.i_request + 1).to(gl.int32) - q_begin
         else:
-            q_begin, num_q_rows = prefetch_pos.i_request * cfg.MAX_SEQLEN_Q, cfg.MAX_SEQLEN_Q
+            q_begin, seqlen_q = prefetch_pos.i_request * cfg.MAX_SEQLEN_Q, cfg.MAX_SEQLEN_Q
         p_q = query_row_ptrs(Q, strides, q_begin, h, o_r, cfg, tile_cfg) + o_d
-        valid, p_q = gl.broadcast(o_r < num_q_rows * cfg.GROUP, p_q)
+        valid, p_q = gl.broadcast(o_r < seqlen_q * cfg.GROUP, p_q)
         async_load(smem_prefetched_q.index(num_prefetched_q % tile_cfg.NUM_QUERY_STAGES), p_q, mask=valid)
         async_copy.commit_group()
         num_prefetched_q += 1
@@ -458,7 +458,7 @@ def load_query_operands_and_q_scales(
     if tile_cfg.K.PADDED_HEADS > 1:
         o_d = o_d - tile_cfg.K.PACK * padded_column_offset_of_heads(h, False, tile_cfg)
     p_q = query_row_ptrs(tensors.Q, strides, work_tile.q_begin, h, o_r, cfg, tile_cfg) + o_d
-    valid, p_q = gl.broadcast(o_r < work_tile.num_q_rows * cfg.GROUP, p_q)
+    valid, p_q = gl.broadcast(o_r < work_tile.seqlen_q * cfg.GROUP, p_q)
     if tile_cfg.Q_HEAD_DIM < cfg.D:
         valid = valid & (o_d < tile_cfg.Q_HEAD_DIM)
     if tile_cfg.K.PADDED_HEADS > 1:

@@ -182,7 +182,7 @@ def load_stored_k_or_v_scales_of_keys(SCALES, page_table, page_id, kv_head, firs
 
 @gluon.jit
 def load_stored_k_and_v_scales(
-    tensor_maps, page_table, page_id, kv_head, n_block, num_keys, num_q_rows, enabled, cfg: gl.constexpr,
+    tensor_maps, page_table, page_id, kv_head, n_block, num_keys, seqlen_q, enabled, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Loads the stored scales of an n_block's K and V to registers: per buffer if they are block scales, else for all
@@ -196,7 +196,7 @@ def load_stored_k_and_v_scales(
                 n_block * cfg.BLOCK_N + j * tile_cfg.KEYS_PER_BUFFER,
                 gl.arange(0, tile_cfg.KEYS_PER_BUFFER, gl.SliceLayout(1, L)),
             )
-            m_key = enabled & keys_visible_to_any_row_mask(first_key + o_n, num_keys, num_q_rows, cfg)
+            m_key = enabled & keys_visible_to_any_row_mask(first_key + o_n, num_keys, seqlen_q, cfg)
             k = k + (
                 load_stored_k_or_v_scales_of_keys(
                     K_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, False, L, cfg, tile_cfg
@@ -210,7 +210,7 @@ def load_stored_k_and_v_scales(
         return k, v
     elif cfg.TOKEN_SCALES:
         first_key, o_n = n_block * cfg.BLOCK_N, gl.arange(0, cfg.BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))
-        m_key = enabled & keys_visible_to_any_row_mask(first_key + o_n, num_keys, num_q_rows, cfg)
+        m_key = enabled & keys_visible_to_any_row_mask(first_key + o_n, num_keys, seqlen_q, cfg)
         k = load_stored_k_or_v_scales_of_keys(
             K_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, False, None, cfg, tile_cfg
         )
@@ -319,7 +319,7 @@ def convert_block_to_fp16(packed, e4m3_scales_or_zero_points, cfg: gl.constexpr,
 
 
 @gluon.jit
-def zero_invalid_v_codes(packed, n_block, num_keys, num_q_rows, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def zero_invalid_v_codes(packed, n_block, num_keys, seqlen_q, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns V codes with zeros for keys that no row sees: P = 0 does not hide NaN."""
     out = ()
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
@@ -328,7 +328,7 @@ def zero_invalid_v_codes(packed, n_block, num_keys, num_q_rows, cfg: gl.constexp
             + j * tile_cfg.KEYS_PER_BUFFER
             + gl.arange(0, tile_cfg.KEYS_PER_BUFFER, gl.SliceLayout(1, packed[j].type.layout))
         )
-        out = out + (gl.where(keys_visible_to_any_row_mask(o_n, num_keys, num_q_rows, cfg)[:, None], packed[j], 0),)
+        out = out + (gl.where(keys_visible_to_any_row_mask(o_n, num_keys, seqlen_q, cfg)[:, None], packed[j], 0),)
     return out
 
 
@@ -376,20 +376,20 @@ def converter(
             SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
         )
         work_tile = make_work_tile_at_block(block, block_end, i_request, n_block_base, request)
-        num_keys, num_q_rows = request.num_keys, request.num_q_rows
+        num_keys, seqlen_q = request.num_keys, request.seqlen_q
         page_table = page_lookup.PAGE_TABLE + i_request.to(gl.int64) * page_lookup.stride_table_b
         n_block_end = request.first_n_block + work_tile.n_block_end
         last_block, n_block_begin = n_block_end - 1, request.first_n_block + work_tile.n_block_begin
         page_id = load_page_id(page_table, n_block_begin, num_keys > 0, cfg)
         next_scales = load_stored_k_and_v_scales(
-            tensor_maps, page_table, page_id, kv_head, n_block_begin, num_keys, num_q_rows, True, cfg, tile_cfg
+            tensor_maps, page_table, page_id, kv_head, n_block_begin, num_keys, seqlen_q, True, cfg, tile_cfg
         )
         page_id = load_page_id(page_table, n_block_begin + 1, n_block_begin < last_block, cfg)
         for n_block in range(n_block_begin, n_block_end):
             # Prefetch the next n_block's stored scales.
             scales = next_scales
             next_scales = load_stored_k_and_v_scales(
-                tensor_maps, page_table, page_id, kv_head, n_block + 1, num_keys, num_q_rows, n_block < last_block, cfg,
+                tensor_maps, page_table, page_id, kv_head, n_block + 1, num_keys, seqlen_q, n_block < last_block, cfg,
                 tile_cfg,
             )  # fmt: skip
             page_id = load_page_id(page_table, n_block + 2, n_block + 1 < last_block, cfg)
@@ -414,7 +414,7 @@ def converter(
             # Convert V into a free stage.
             if not cfg.BLOCK_SCALES:  # those of invalid keys are 0  # noqa: SIM102 - known to the compiler
                 if ((n_block + 1) * cfg.BLOCK_N > num_keys) | (cfg.WINDOW > 0):
-                    packed = zero_invalid_v_codes(packed, n_block, num_keys, num_q_rows, cfg, tile_cfg)
+                    packed = zero_invalid_v_codes(packed, n_block, num_keys, seqlen_q, cfg, tile_cfg)
             v = convert_block_to_fp16(
                 packed,
                 get_e4m3_scales_or_load_zero_points(converted_stages, iter, scales, True, cfg, tile_cfg),
@@ -454,7 +454,7 @@ def load_query_fp16_fragment_and_q_scales(
     o_r = row_begin + gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, A))
     o_d = head_column_of_converted_column(gl.arange(0, cfg.PACK * cfg.PACKED_K, gl.SliceLayout(0, A)), cfg)
     p_row = query_row_ptrs(tensors.Q, strides, work_tile.q_begin, kv_head, o_r, cfg, tile_cfg)
-    x = gl.load(p_row[:, None] + o_d[None, :], mask=(o_r < work_tile.num_q_rows * cfg.GROUP)[:, None], other=0.0).to(
+    x = gl.load(p_row[:, None] + o_d[None, :], mask=(o_r < work_tile.seqlen_q * cfg.GROUP)[:, None], other=0.0).to(
         gl.float32
     )
     x = scale_and_rotate_query(x, smem_column_scales, 1, cfg, tile_cfg)
@@ -723,7 +723,7 @@ def consumer(
         score_scales = gl.convert_layout(score_scales, gl.SliceLayout(1, LANE))[:, None] + zero
         unmasked_begin, unmasked_end = unmasked_n_block_range(request, cfg)
         mask_args = MaskArgs(
-            work_tile.num_keys, work_tile.num_q_rows, row_begin, work_tile.q_begin, tensors.MASK, strides.mask_t
+            work_tile.num_keys, work_tile.seqlen_q, row_begin, work_tile.q_begin, tensors.MASK, strides.mask_t
         )
         mainloop_fn: gl.constexpr = mainloop_overlapped if tile_cfg.WARPS_PER_HEAD == 8 else mainloop
         lane_state, iter = mainloop_fn(
@@ -749,7 +749,7 @@ def consumer(
             store_output_and_lse_of_head(tensors, strides, state, v_out_scale, kv_head, work_tile, row_begin + o_m, cfg)
         else:
             partial_slot = 2 * (cta_range.i_range * cfg.HEADS + kv_head) + gl.where(work_tile.n_block_begin == 0, 1, 0)
-            num_rows_left = work_tile.num_q_rows * cfg.GROUP - work_tile.m_block * cfg.BLOCK_M
+            num_rows_left = work_tile.seqlen_q * cfg.GROUP - work_tile.m_block * cfg.BLOCK_M
             store_partial_of_head(
                 tensors.SPLIT_WORKSPACE, partial_slot, state, I_CONSUMER * ROWS_PER_WARPGROUP + o_m, num_rows_left, cfg
             )

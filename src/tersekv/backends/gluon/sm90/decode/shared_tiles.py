@@ -142,7 +142,7 @@ def store_query_to_smem_and_return_q_scales(
     o_r = work_tile.m_block * cfg.BLOCK_M + gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(1, L))
     o_d = head_column_of_converted_column(gl.arange(0, D, gl.SliceLayout(0, L)), cfg)
     p_row = query_row_ptrs(tensors.Q, strides, work_tile.q_begin, kv_head, o_r, cfg, tile_cfg)
-    x = gl.load(p_row[:, None] + o_d[None, :], mask=(o_r < work_tile.num_q_rows * cfg.GROUP)[:, None], other=0.0).to(
+    x = gl.load(p_row[:, None] + o_d[None, :], mask=(o_r < work_tile.seqlen_q * cfg.GROUP)[:, None], other=0.0).to(
         gl.float32
     )
     x = scale_and_rotate_query(x, smem_column_scales, 1, cfg, tile_cfg)
@@ -158,11 +158,11 @@ def store_query_to_smem_and_return_q_scales(
 
 @gluon.jit
 def page_id_slot_in_page_and_mask_of_keys(
-    page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, LAYOUT: gl.constexpr, cfg: gl.constexpr
+    page_lookup, i_request, n_block, num_keys, seqlen_q, enabled, LAYOUT: gl.constexpr, cfg: gl.constexpr
 ):
     """Returns (page, slot, is valid) of an n_block's keys."""
     o_key = n_block * cfg.BLOCK_N + gl.arange(0, cfg.BLOCK_N, LAYOUT)
-    m_key = enabled & keys_visible_to_any_row_mask(o_key, num_keys, num_q_rows, cfg)
+    m_key = enabled & keys_visible_to_any_row_mask(o_key, num_keys, seqlen_q, cfg)
     page_id = gl.load(
         page_lookup.PAGE_TABLE + i_request.to(gl.int64) * page_lookup.stride_table_b + o_key // cfg.PAGE,
         mask=m_key,
@@ -192,7 +192,7 @@ def load_stored_k_or_v_scales(
 
 @gluon.jit
 def load_stored_k_and_v_scales(
-    tensor_maps, page_lookup, i_request, kv_head, n_block, num_keys, num_q_rows, enabled, cfg: gl.constexpr,
+    tensor_maps, page_lookup, i_request, kv_head, n_block, num_keys, seqlen_q, enabled, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Loads the stored scales of an n_block to registers, one n_block ahead."""
@@ -202,18 +202,18 @@ def load_stored_k_and_v_scales(
         return (
             load_stored_k_or_v_scales(
                 tensor_maps.K_SCALES,
-                page_id_slot_in_page_and_mask_of_keys(page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, K,
+                page_id_slot_in_page_and_mask_of_keys(page_lookup, i_request, n_block, num_keys, seqlen_q, enabled, K,
                 cfg), kv_head, False, cfg, tile_cfg,
             ),
             load_stored_k_or_v_scales(
                 tensor_maps.V_SCALES,
-                page_id_slot_in_page_and_mask_of_keys(page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, V,
+                page_id_slot_in_page_and_mask_of_keys(page_lookup, i_request, n_block, num_keys, seqlen_q, enabled, V,
                 cfg), kv_head, True, cfg, tile_cfg,
             ),
         )  # fmt: skip
     elif cfg.TOKEN_SCALES:
         page_id_slot_and_mask = page_id_slot_in_page_and_mask_of_keys(
-            page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, token_scale_layout(tile_cfg), cfg
+            page_lookup, i_request, n_block, num_keys, seqlen_q, enabled, token_scale_layout(tile_cfg), cfg
         )
         return load_stored_k_or_v_scales(
             tensor_maps.K_SCALES, page_id_slot_and_mask, kv_head, False, cfg, tile_cfg
@@ -246,7 +246,7 @@ def load_and_expand_block_scales_to_fp16(
 
 
 @gluon.jit
-def convert_stage_to_fp16_in_smem(smem_codes, smem_block_scales, smem_fp16, stage, n_block, num_keys, num_q_rows,
+def convert_stage_to_fp16_in_smem(smem_codes, smem_block_scales, smem_fp16, stage, n_block, num_keys, seqlen_q,
 ZERO_INVALID_KEYS: gl.constexpr,
                     IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
     """Stores a stage's codes as fp16 to shared memory [BLOCK_N, PACK × CODE_WORDS_PER_ROW]; invalid keys become zeros
@@ -270,7 +270,7 @@ ZERO_INVALID_KEYS: gl.constexpr,
             + j * tile_cfg.KEYS_PER_BUFFER
             + gl.arange(0, tile_cfg.KEYS_PER_BUFFER, gl.SliceLayout(1, L))
         )
-        valid = keys_visible_to_any_row_mask(o_n, num_keys, num_q_rows, cfg)[:, None]
+        valid = keys_visible_to_any_row_mask(o_n, num_keys, seqlen_q, cfg)[:, None]
         if ZERO_INVALID_KEYS:
             packed = gl.where(valid, packed, 0)
         if cfg.BLOCK_SCALES:
@@ -338,14 +338,14 @@ def mainloop(
     """Processes n_blocks [n_block_begin, n_block_end) of a work tile. Returns (SoftmaxState, prefetch position, next
     iter)."""
     smem_q, smem_k, smem_v, smem_scales = smem_operands
-    num_keys, num_q_rows = mask_args.num_keys, mask_args.num_q_rows
+    num_keys, seqlen_q = mask_args.num_keys, mask_args.seqlen_q
     ACC_S: gl.constexpr = score_layout(cfg, tile_cfg)
     O: gl.constexpr = acc_layout(cfg, tile_cfg)
     row_max = gl.full([cfg.BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, ACC_S))
     row_sum = gl.full([cfg.BLOCK_M], 0, gl.float32, gl.SliceLayout(1, ACC_S))
     acc_o = gl.full([cfg.BLOCK_M, cfg.PACK * cfg.PACKED_V], 0, gl.float32, O)
     scales = load_stored_k_and_v_scales(
-        tensor_maps, page_lookup, i_request, kv_head, n_block_begin, num_keys, num_q_rows, True, cfg, tile_cfg
+        tensor_maps, page_lookup, i_request, kv_head, n_block_begin, num_keys, seqlen_q, True, cfg, tile_cfg
     )
     if cfg.BLOCK_SCALES:
         smem_scales[0].store(scales[0])
@@ -358,7 +358,7 @@ def mainloop(
         q = smem_q
     mbarrier.wait(full_barriers[0].index(iter % tile_cfg.STAGES), (iter // tile_cfg.STAGES) & 1)
     convert_stage_to_fp16_in_smem(
-        smem_kv.k, smem_scales, smem_k, iter % tile_cfg.STAGES, n_block_begin, num_keys, num_q_rows, False, False, cfg,
+        smem_kv.k, smem_scales, smem_k, iter % tile_cfg.STAGES, n_block_begin, num_keys, seqlen_q, False, False, cfg,
         tile_cfg,
     )  # fmt: skip
     for n_block in range(n_block_begin, n_block_end):
@@ -376,7 +376,7 @@ def mainloop(
         zero = gl.full([cfg.BLOCK_M, cfg.BLOCK_N], 0, gl.float32, ACC_S)
         s = warpgroup_mma(q, smem_k.permute([1, 0]), zero, use_acc=False, is_async=True)
         scales = load_stored_k_and_v_scales(
-            tensor_maps, page_lookup, i_request, kv_head, n_block + 1, num_keys, num_q_rows,
+            tensor_maps, page_lookup, i_request, kv_head, n_block + 1, num_keys, seqlen_q,
             n_block + 1 < n_block_end, cfg, tile_cfg,
         )  # fmt: skip
         # Dequantize V, while QK runs.
@@ -384,11 +384,11 @@ def mainloop(
         is_unmasked = (n_block >= unmasked_begin) & (n_block < unmasked_end)
         if is_unmasked:
             convert_stage_to_fp16_in_smem(
-                smem_kv.v, smem_scales, smem_v, stage, n_block, num_keys, num_q_rows, False, True, cfg, tile_cfg
+                smem_kv.v, smem_scales, smem_v, stage, n_block, num_keys, seqlen_q, False, True, cfg, tile_cfg
             )
         else:
             convert_stage_to_fp16_in_smem(
-                smem_kv.v, smem_scales, smem_v, stage, n_block, num_keys, num_q_rows, True, True, cfg, tile_cfg
+                smem_kv.v, smem_scales, smem_v, stage, n_block, num_keys, seqlen_q, True, True, cfg, tile_cfg
             )
         # Mask and online softmax.
         s = warpgroup_mma_wait(0, [s])
@@ -418,7 +418,7 @@ def mainloop(
         if n_block + 1 < n_block_end:
             mbarrier.wait(full_barriers[0].index(iter % tile_cfg.STAGES), (iter // tile_cfg.STAGES) & 1)
             convert_stage_to_fp16_in_smem(
-                smem_kv.k, smem_scales, smem_k, iter % tile_cfg.STAGES, n_block + 1, num_keys, num_q_rows, False,
+                smem_kv.k, smem_scales, smem_k, iter % tile_cfg.STAGES, n_block + 1, num_keys, seqlen_q, False,
                 False, cfg, tile_cfg,
             )  # fmt: skip
         acc_o = warpgroup_mma_wait(0, [acc_o])
@@ -443,7 +443,7 @@ def store_output_and_lse_of_head(
     O: gl.constexpr = state.acc_o.type.layout
     q_heads = (kv_head * cfg.GROUP + packed_row_in_request % cfg.GROUP).to(gl.int64)
     tokens = (work_tile.q_begin + packed_row_in_request // cfg.GROUP).to(gl.int64)
-    m_row = packed_row_in_request < work_tile.num_q_rows * cfg.GROUP
+    m_row = packed_row_in_request < work_tile.seqlen_q * cfg.GROUP
     v_scale = v_scale_times_out_scale * cfg.V_RESIDUAL_SCALE
     acc_scale, lse = compute_acc_scale_and_lse(
         state.row_max, state.row_sum, v_scale, tensors.SINKS, q_heads, m_row, cfg

@@ -40,15 +40,15 @@ def combine_kernel(
     )  # fmt: skip
     if cfg.VARLEN_Q:
         q_begin = tl.load(CU_SEQLENS_Q + i_request).to(tl.int32)
-        num_q_rows = tl.load(CU_SEQLENS_Q + i_request + 1).to(tl.int32) - q_begin
+        seqlen_q = tl.load(CU_SEQLENS_Q + i_request + 1).to(tl.int32) - q_begin
     else:
-        q_begin, num_q_rows = i_request * cfg.MAX_SEQLEN_Q, cfg.MAX_SEQLEN_Q
+        q_begin, seqlen_q = i_request * cfg.MAX_SEQLEN_Q, cfg.MAX_SEQLEN_Q
     o_r = tl.program_id(1) * COMBINE_ROWS + tl.arange(0, COMBINE_ROWS)
-    m_row = (o_r < cfg.BLOCK_M) & (m_block * cfg.BLOCK_M + o_r < num_q_rows * cfg.GROUP)
+    m_row = (o_r < cfg.BLOCK_M) & (m_block * cfg.BLOCK_M + o_r < seqlen_q * cfg.GROUP)
     # Loaded whether the work tile exists or not: no need to wait for CU_SEQLENS_Q.
     SPLIT_METADATA = split_metadata_ptr(SPLIT_WORKSPACE, num_ctas, cfg) + 2 * i_work_tile
     num_splits, first_cta = tl.load(SPLIT_METADATA), tl.load(SPLIT_METADATA + 1)
-    if (num_splits > 1) & (m_block * cfg.BLOCK_M < num_q_rows * cfg.GROUP):
+    if (num_splits > 1) & (m_block * cfg.BLOCK_M < seqlen_q * cfg.GROUP):
         o_split, o_d = tl.arange(0, SPLITS_PER_STEP), i_column_block * COMBINE_COLUMNS + tl.arange(0, COMBINE_COLUMNS)
         row_max = tl.full([COMBINE_ROWS], float("-inf"), tl.float32)
         row_sum = tl.full([COMBINE_ROWS], 0.0, tl.float32)

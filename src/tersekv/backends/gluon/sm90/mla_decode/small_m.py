@@ -121,7 +121,7 @@ NUM_CONSUMERS: gl.constexpr,
     WIDTH_PE: gl.constexpr = q_pe.shape[1]
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     tokens, heads, m_row = token_and_head_of_q_rows(
-        work_tile.m_block, h, work_tile.q_begin, work_tile.num_q_rows, gl.SliceLayout(1, L), cfg
+        work_tile.m_block, h, work_tile.q_begin, work_tile.seqlen_q, gl.SliceLayout(1, L), cfg
     )
     p_q_nope = tensors.Q_NOPE + tokens * strides.q_nope_t + heads * strides.q_nope_h
     p_q_pe = tensors.Q_PE + tokens * strides.q_pe_t + heads * strides.q_pe_h
@@ -156,7 +156,7 @@ def cast_query_to_smem_16bit(tensors, smem_q, work_tile, h, strides, cfg: gl.con
     """Loads the query into shared memory, by tiles of columns; the last is the rotary part."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     tokens, heads, m_row = token_and_head_of_q_rows(
-        work_tile.m_block, h, work_tile.q_begin, work_tile.num_q_rows, gl.SliceLayout(1, L), cfg
+        work_tile.m_block, h, work_tile.q_begin, work_tile.seqlen_q, gl.SliceLayout(1, L), cfg
     )
     o_d = gl.arange(0, TILE_COLUMNS, gl.SliceLayout(0, L))
     p_q_nope = (tensors.Q_NOPE + tokens * strides.q_nope_t + heads * strides.q_nope_h)[:, None] + o_d[None, :]
@@ -407,8 +407,8 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, first_kv_it
     Q_TERMS: gl.constexpr = q.latents.shape[1] // cfg.BLOCK_M
     CHUNKS: gl.constexpr = cfg.CHUNKS
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORE_LAYOUT)
-    n_block_begin, n_block_end, num_keys, num_q_rows, row_begin = (
-        work_tile.n_block_begin, work_tile.n_block_end, work_tile.num_keys, work_tile.num_q_rows,
+    n_block_begin, n_block_end, num_keys, seqlen_q, row_begin = (
+        work_tile.n_block_begin, work_tile.n_block_end, work_tile.num_keys, work_tile.seqlen_q,
         work_tile.m_block * cfg.BLOCK_M,
     )  # fmt: skip
     smem_p, vote_flags = buffers.smem_p, buffers.vote_flags
@@ -421,7 +421,7 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, first_kv_it
     for _ in gl.static_range(2 * CHUNKS if IS_FP8 else NUM_COLUMN_TILES):
         acc_o = acc_o + (gl.full([cfg.CHUNK if IS_FP8 else TILE_COLUMNS, cfg.BLOCK_M], 0.0, gl.float32, SCORE_LAYOUT),)
     o_key = gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(1, SCORE_LAYOUT))
-    q_position = num_keys - num_q_rows + (row_begin + gl.arange(0, cfg.BLOCK_M, COLUMN)) // cfg.GROUP
+    q_position = num_keys - seqlen_q + (row_begin + gl.arange(0, cfg.BLOCK_M, COLUMN)) // cfg.GROUP
     for n_block in range(n_block_begin + I_CONSUMER, n_block_end, NUM_CONSUMERS):
         iter = first_kv_iter + n_block - n_block_begin
         stage = iter % STAGES
@@ -455,7 +455,7 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, first_kv_it
         else:
             s = compute_scores_bf16(q.latents, smem_kv, stage, opaque_zero, SCORE_LAYOUT, cfg) * score_scale
         # Mask.
-        if (n_block + 1) * cfg.BLOCK_N > num_keys - num_q_rows + 1:
+        if (n_block + 1) * cfg.BLOCK_N > num_keys - seqlen_q + 1:
             o_n = n_block * cfg.BLOCK_N + o_key
             s = gl.where((o_n < num_keys)[:, None] & (o_n[:, None] <= q_position[None, :]), s, float("-inf"))
         # Lazy rescaling: row_max is raised only where P would pass 2^RESCALE_THRESHOLD: rarely.
@@ -619,7 +619,7 @@ def consumer(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides
         kv_iter += work_tile.n_block_end - work_tile.n_block_begin
         num_done += 1
         tokens, heads, m_row = token_and_head_of_q_rows(
-            work_tile.m_block, h, work_tile.q_begin, work_tile.num_q_rows, ROW, cfg
+            work_tile.m_block, h, work_tile.q_begin, work_tile.seqlen_q, ROW, cfg
         )
         state = SoftmaxState(gl.convert_layout(state.row_max, ROW), gl.convert_layout(state.row_sum, ROW), state.acc_o)
         if work_tile.n_block_begin == 0:  # all warpgroups store the same

@@ -143,7 +143,7 @@ class QueryBlock(NamedTuple):
     m_block: gl.tensor  # of the request
     h: gl.tensor
     q_begin: gl.tensor  # first query row of the request
-    num_q_rows: gl.tensor  # of the request
+    seqlen_q: gl.tensor  # of the request
 
 
 # Query: from global to shared memory, as e4m3 terms.
@@ -154,7 +154,7 @@ def token_head_and_mask_of_rows(o_r, work_tile, h, cfg: gl.constexpr):
     """Returns (tokens, query heads, whether the row exists) of rows o_r of a work tile, for a block of heads."""
     o_r += work_tile.m_block * cfg.BLOCK_M
     heads = (h * cfg.GROUP + o_r % cfg.GROUP).to(gl.int64)
-    return (work_tile.q_begin + o_r // cfg.GROUP).to(gl.int64), heads, o_r < work_tile.num_q_rows * cfg.GROUP
+    return (work_tile.q_begin + o_r // cfg.GROUP).to(gl.int64), heads, o_r < work_tile.seqlen_q * cfg.GROUP
 
 
 @gluon.jit
@@ -275,7 +275,7 @@ def store_query_half_as_e4m3(tensors, q, q_scales, q_block, query_sign, strides,
             chunks = next_chunks
             next_block = QueryBlock(
                 q_block.m_block, q_block.h, q_block.q_begin,
-                gl.where(i_step + 1 < (I_ROW_HALF + 1) * HALF, q_block.num_q_rows, 0),
+                gl.where(i_step + 1 < (I_ROW_HALF + 1) * HALF, q_block.seqlen_q, 0),
             )  # fmt: skip
             next_chunks = load_query_row_chunks(tensors, next_block, strides, (i_step + 1) * STEP, STEP, WIDTH_PE, cfg)
             store_query_and_scales(chunks, q_nope_rows, q_pe_rows, q_scales, query_sign < 0, i_step, Q_TERMS, cfg)
@@ -401,12 +401,12 @@ def wait_and_compute_scores_with_group_scales(smem_kv, q, stage, opaque_zero, sc
 
 
 @gluon.jit
-def apply_mask(s, n_block, num_keys, num_q_rows, row_begin, cfg: gl.constexpr):
+def apply_mask(s, n_block, num_keys, seqlen_q, row_begin, cfg: gl.constexpr):
     """Returns scores with −inf where a query row does not see a key of n_block."""
     S: gl.constexpr = s.type.layout
-    if (n_block + 1) * BLOCK_N > num_keys - num_q_rows + 1:
+    if (n_block + 1) * BLOCK_N > num_keys - seqlen_q + 1:
         o_n = n_block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-        position = num_keys - num_q_rows + (row_begin + gl.arange(0, BLOCK_M, gl.SliceLayout(1, S))) // cfg.GROUP
+        position = num_keys - seqlen_q + (row_begin + gl.arange(0, BLOCK_M, gl.SliceLayout(1, S))) // cfg.GROUP
         s = gl.where((o_n < num_keys)[None, :] & (o_n[None, :] <= position[:, None]), s, float("-inf"))
     return s
 
@@ -529,7 +529,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
                 fence_copies(cfg)
                 second_terms_s = start_second_terms_qk(smem_kv, q, next_stage, n_block >> 30, zero, 0, cfg)
             # Mask.
-            s = apply_mask(s, n_block, num_keys, work_tile.num_q_rows, work_tile.m_block * cfg.BLOCK_M, cfg)
+            s = apply_mask(s, n_block, num_keys, work_tile.seqlen_q, work_tile.m_block * cfg.BLOCK_M, cfg)
             # Online softmax, with lazy rescaling.
             lane_max = row_max_by_lane(s)
             if not cfg.GROUP_SCALES:
@@ -759,7 +759,7 @@ def pv_warpgroup(tensors, q, smem_kv, mbarriers, buffers, score_scale, cta_range
         partial_slot = 2 * i_cta + (n_block_begin == 0).to(gl.int32)
         is_unsplit = n_block_end - n_block_begin == work_tile.num_n_blocks
         block += n_block_end - n_block_begin
-        q_block = QueryBlock(work_tile.m_block, i_cta % cfg.HEADS, work_tile.q_begin, work_tile.num_q_rows)
+        q_block = QueryBlock(work_tile.m_block, i_cta % cfg.HEADS, work_tile.q_begin, work_tile.seqlen_q)
         # Load the query, once both PV warpgroups are done with its memory.
         mbarrier.wait(mbarriers.q_empty.index(0), (num_done & 1) ^ 1)
         store_query_half_as_e4m3(tensors, q, buffers.q_scales, q_block, score_scale, strides, I_CONSUMER, Q_TERMS, cfg)

@@ -215,7 +215,7 @@ def copy_query_columns_to_smem(
     COLUMN_TILES: gl.constexpr = q_half.shape[0] // cfg.BLOCK_M
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     tokens, heads, m_row = token_and_head_of_q_rows(
-        work_tile.m_block, h, work_tile.q_begin, work_tile.num_q_rows, gl.SliceLayout(1, L), cfg
+        work_tile.m_block, h, work_tile.q_begin, work_tile.seqlen_q, gl.SliceLayout(1, L), cfg
     )
     o_d = gl.arange(0, TILE_COLUMNS, gl.SliceLayout(0, L))
     p_q_nope = (tensors.Q_NOPE + tokens * strides.q_nope_t + heads * strides.q_nope_h)[:, None] + (
@@ -294,10 +294,10 @@ def wait_zero_oob_rows_and_start_qk(
 def apply_mask(s, n_block, work_tile, cfg: gl.constexpr):
     """Returns scores with −inf where a query row does not see a key of n_block."""
     S: gl.constexpr = s.type.layout
-    num_keys, num_q_rows, row_begin = work_tile.num_keys, work_tile.num_q_rows, work_tile.m_block * cfg.BLOCK_M
-    if (n_block + 1) * BLOCK_N > num_keys - num_q_rows + 1:
+    num_keys, seqlen_q, row_begin = work_tile.num_keys, work_tile.seqlen_q, work_tile.m_block * cfg.BLOCK_M
+    if (n_block + 1) * BLOCK_N > num_keys - seqlen_q + 1:
         o_n = n_block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-        position = num_keys - num_q_rows + (row_begin + gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(1, S))) // cfg.GROUP
+        position = num_keys - seqlen_q + (row_begin + gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(1, S))) // cfg.GROUP
         s = gl.where((o_n < num_keys)[None, :] & (o_n[None, :] <= position[:, None]), s, float("-inf"))
     return s
 
@@ -508,8 +508,8 @@ def store_output_and_lse_or_unnormalized_partial(state, acc_scale, lse, smem_q, 
 
     They go through the memory of this warpgroup's half of the query, so that rows are contiguous: 5 µs less.
     """
-    OUT, SPLIT_WORKSPACE, q_begin, num_q_rows = (
-        tensors.OUT, tensors.SPLIT_WORKSPACE, work_tile.q_begin, work_tile.num_q_rows,
+    OUT, SPLIT_WORKSPACE, q_begin, seqlen_q = (
+        tensors.OUT, tensors.SPLIT_WORKSPACE, work_tile.q_begin, work_tile.seqlen_q,
     )  # fmt: skip
     NUM_PARTS: gl.constexpr = 2  # each of as many bytes as half of the query
     COLUMNS: gl.constexpr = cfg.DV // 2 // NUM_PARTS
@@ -521,7 +521,7 @@ def store_output_and_lse_or_unnormalized_partial(state, acc_scale, lse, smem_q, 
     staging_steps = reinterpret(
         smem_q.index(I_CONSUMER), gl.float32, [cfg.BLOCK_M // ROWS_PER_STORE, ROWS_PER_STORE, COLUMNS], STAGING_LAYOUT
     )
-    num_rows = gl.minimum(num_q_rows * cfg.GROUP - work_tile.m_block * cfg.BLOCK_M, cfg.BLOCK_M)
+    num_rows = gl.minimum(seqlen_q * cfg.GROUP - work_tile.m_block * cfg.BLOCK_M, cfg.BLOCK_M)
     for i in gl.static_range(NUM_PARTS):
         staging.store(acc_parts[i] * acc_scale[:, None])
         o_d = (I_CONSUMER * NUM_PARTS + i) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, W))
@@ -538,7 +538,7 @@ def store_output_and_lse_or_unnormalized_partial(state, acc_scale, lse, smem_q, 
                 gl.store(p_row[:, None] + o_d[None, :], out, mask=mask)
     if I_CONSUMER == 0:
         ROW: gl.constexpr = state.row_max.type.layout
-        tokens, heads, m_row = token_and_head_of_q_rows(work_tile.m_block, h, q_begin, num_q_rows, ROW, cfg)
+        tokens, heads, m_row = token_and_head_of_q_rows(work_tile.m_block, h, q_begin, seqlen_q, ROW, cfg)
         if is_unsplit:
             if cfg.HAS_LSE:
                 gl.store(tensors.LSE + tokens * strides.lse_t + heads * strides.lse_h, lse, mask=m_row)
@@ -599,7 +599,7 @@ def consumer(
             gl.convert_layout(row_sum, gl.SliceLayout(1, O)),
         )
         _, heads, m_row = token_and_head_of_q_rows(
-            work_tile.m_block, h, work_tile.q_begin, work_tile.num_q_rows, gl.SliceLayout(1, O), cfg
+            work_tile.m_block, h, work_tile.q_begin, work_tile.seqlen_q, gl.SliceLayout(1, O), cfg
         )
         acc_scale, lse = compute_acc_scale_and_lse(
             row_max, row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg, cfg.LSE_OF_KEYS

@@ -41,11 +41,11 @@ def compute_acc_scale_and_lse(
 
 
 @gluon.jit
-def token_and_head_of_q_rows(m_block, h, q_begin, num_q_rows, LAYOUT: gl.constexpr, cfg: gl.constexpr):
+def token_and_head_of_q_rows(m_block, h, q_begin, seqlen_q, LAYOUT: gl.constexpr, cfg: gl.constexpr):
     """Returns (tokens [BLOCK_M], query heads [BLOCK_M], row exists [BLOCK_M]) of an m_block."""
     o_r = m_block * cfg.BLOCK_M + gl.arange(0, cfg.BLOCK_M, LAYOUT)
     tokens = (q_begin + o_r // cfg.GROUP).to(gl.int64)
-    return tokens, (h * cfg.GROUP + o_r % cfg.GROUP).to(gl.int64), o_r < num_q_rows * cfg.GROUP
+    return tokens, (h * cfg.GROUP + o_r % cfg.GROUP).to(gl.int64), o_r < seqlen_q * cfg.GROUP
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ class MaskArgs(NamedTuple):
     """Arguments of decode's mask: which keys are visible to a work tile's query rows."""
 
     num_keys: gl.tensor
-    num_q_rows: gl.tensor  # of the request's query
+    seqlen_q: gl.tensor  # of the request's query
     row_begin: gl.tensor  # the work tile's first row, all heads of a group counted
     q_begin: gl.tensor  # the request's first query row
     MASK: gl.tensor
@@ -20,13 +20,13 @@ class MaskArgs(NamedTuple):
 @gluon.jit
 def is_visible(o_n, q_token, mask_args, cfg: gl.constexpr):
     """Returns which of the keys o_n the query tokens see; one of the two is a row, the other a column."""
-    num_prefix_keys = mask_args.num_keys - mask_args.num_q_rows
+    num_prefix_keys = mask_args.num_keys - mask_args.seqlen_q
     o_position = num_prefix_keys + q_token
     visible = o_n < mask_args.num_keys
     if cfg.HAS_MASK:
         draft = o_n - num_prefix_keys
         p_word = mask_args.MASK + (mask_args.q_begin + q_token).to(gl.int64) * mask_args.stride_mask_t + (draft >> 4)
-        m_word = (draft >= 0) & visible & (q_token < mask_args.num_q_rows)
+        m_word = (draft >= 0) & visible & (q_token < mask_args.seqlen_q)
         word = gl.load(p_word, mask=m_word, other=0).to(gl.int32)
         bit = (word >> (draft & 15)) & 1
         visible = visible & ((draft < 0) | (bit == 1))
@@ -46,11 +46,11 @@ def is_visible_in_block(n_block, mask_args, NUM_ROWS: gl.constexpr, LAYOUT: gl.c
 
 
 @gluon.jit
-def keys_visible_to_any_row_mask(o_n, num_keys, num_q_rows, cfg: gl.constexpr):
+def keys_visible_to_any_row_mask(o_n, num_keys, seqlen_q, cfg: gl.constexpr):
     """Returns which keys some row may see; slots behind every row's window may have been freed, with their pages."""
     valid = o_n < num_keys
     if cfg.WINDOW > 0:
-        valid = valid & (o_n > num_keys - num_q_rows - cfg.WINDOW)
+        valid = valid & (o_n > num_keys - seqlen_q - cfg.WINDOW)
     return valid
 
 
@@ -60,9 +60,7 @@ def unmasked_n_block_range(request, cfg: gl.constexpr):
     unmasked_begin = request.first_n_block
     if cfg.WINDOW > 0:
         unmasked_begin = (gl.maximum(request.num_keys - cfg.WINDOW, 0) + cfg.BLOCK_N - 1) // cfg.BLOCK_N
-    num_unmasked_keys = (
-        request.num_keys - request.num_q_rows if cfg.HAS_MASK else request.num_keys - request.num_q_rows + 1
-    )
+    num_unmasked_keys = request.num_keys - request.seqlen_q if cfg.HAS_MASK else request.num_keys - request.seqlen_q + 1
     return unmasked_begin, gl.maximum(num_unmasked_keys, 0) // cfg.BLOCK_N
 
 

@@ -18,7 +18,7 @@ class RequestShape(NamedTuple):
     num_m_blocks: gl.tensor
     first_n_block: gl.tensor  # that some row's window reaches
     num_keys: gl.tensor
-    num_q_rows: gl.tensor  # of the query
+    seqlen_q: gl.tensor  # of the query
     q_begin: gl.tensor  # the first of them
 
 
@@ -31,7 +31,7 @@ class WorkTile(NamedTuple):
     n_block_begin: gl.tensor
     n_block_end: gl.tensor
     num_keys: gl.tensor
-    num_q_rows: gl.tensor  # of the request's query
+    seqlen_q: gl.tensor  # of the request's query
     q_begin: gl.tensor  # the first of them
     num_n_blocks: gl.tensor  # of the whole work tile
 
@@ -52,10 +52,10 @@ class CtaRange(NamedTuple):
 
 
 @gluon.jit
-def first_visible_n_block(num_keys, num_q_rows, cfg: gl.constexpr):
+def first_visible_n_block(num_keys, seqlen_q, cfg: gl.constexpr):
     """Returns the first n_block that some query row's window reaches."""
     if cfg.WINDOW > 0:
-        return gl.maximum(num_keys - num_q_rows - cfg.WINDOW + 1, 0) // cfg.BLOCK_N
+        return gl.maximum(num_keys - seqlen_q - cfg.WINDOW + 1, 0) // cfg.BLOCK_N
     else:
         return num_keys * 0
 
@@ -66,15 +66,15 @@ def load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, m_request, cfg: gl.con
     num_keys = gl.load(SEQ_LENS + i_request, mask=m_request, other=0).to(gl.int32)
     if cfg.VARLEN_Q:
         q_begin = gl.load(CU_SEQLENS_Q + i_request, mask=m_request, other=0).to(gl.int32)
-        num_q_rows = gl.load(CU_SEQLENS_Q + i_request + 1, mask=m_request, other=0).to(gl.int32) - q_begin
+        seqlen_q = gl.load(CU_SEQLENS_Q + i_request + 1, mask=m_request, other=0).to(gl.int32) - q_begin
     else:
         q_begin = i_request * cfg.MAX_SEQLEN_Q
-        num_q_rows = gl.where(m_request, cfg.MAX_SEQLEN_Q, 0)
-    first_n_block = first_visible_n_block(num_keys, num_q_rows, cfg)
+        seqlen_q = gl.where(m_request, cfg.MAX_SEQLEN_Q, 0)
+    first_n_block = first_visible_n_block(num_keys, seqlen_q, cfg)
     # A request without keys still has outputs to write: one empty n_block.
     num_n_blocks = gl.maximum((num_keys + cfg.BLOCK_N - 1) // cfg.BLOCK_N - first_n_block, 1)
-    num_m_blocks = (num_q_rows * cfg.GROUP + cfg.BLOCK_M - 1) // cfg.BLOCK_M
-    return RequestShape(num_n_blocks, num_m_blocks, first_n_block, num_keys, num_q_rows, q_begin)
+    num_m_blocks = (seqlen_q * cfg.GROUP + cfg.BLOCK_M - 1) // cfg.BLOCK_M
+    return RequestShape(num_n_blocks, num_m_blocks, first_n_block, num_keys, seqlen_q, q_begin)
 
 
 @gluon.jit
@@ -320,7 +320,7 @@ def make_work_tile_at_block(block, block_end, i_request, n_block_base, request):
     n_block_begin = (block - n_block_base) % request.num_n_blocks
     n_block_end = gl.minimum(n_block_begin + block_end - block, request.num_n_blocks)
     return WorkTile(
-        i_request, n_block_base, m_block, n_block_begin, n_block_end, request.num_keys, request.num_q_rows,
+        i_request, n_block_base, m_block, n_block_begin, n_block_end, request.num_keys, request.seqlen_q,
         request.q_begin, request.num_n_blocks,
     )  # fmt: skip
 

@@ -60,8 +60,8 @@ def load_num_m_blocks(CU_SEQLENS_Q, B, first_request, cfg: gl.constexpr):
     """Returns num_m_blocks of the requests from `first_request` on: [REQUESTS_PER_STEP]."""
     o_b = first_request + gl.arange(0, REQUESTS_PER_STEP, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     m_b = o_b < B
-    num_q_rows = load_q_begin(CU_SEQLENS_Q, o_b + 1, m_b) - load_q_begin(CU_SEQLENS_Q, o_b, m_b)
-    return (num_q_rows + cfg.TOKENS_PER_TILE - 1) // cfg.TOKENS_PER_TILE
+    seqlen_q = load_q_begin(CU_SEQLENS_Q, o_b + 1, m_b) - load_q_begin(CU_SEQLENS_Q, o_b, m_b)
+    return (seqlen_q + cfg.TOKENS_PER_TILE - 1) // cfg.TOKENS_PER_TILE
 
 
 @gluon.jit
@@ -93,19 +93,19 @@ def num_n_blocks_and_n_block_end(key_begin, key_end, cfg: gl.constexpr):
 def make_work_tile_and_cached_prefix(i_request, m_block, head_tile, SEQ_LENS, CU_SEQLENS_Q, cfg: gl.constexpr):
     """Returns (WorkTile, CachedPrefix) of a block of tokens and heads."""
     q_begin = load_q_begin(CU_SEQLENS_Q, i_request, True)
-    num_q_rows = load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin
+    seqlen_q = load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin
     first_token = m_block * cfg.TOKENS_PER_TILE
     seq_len = gl.load(SEQ_LENS + i_request).to(gl.int32)
-    num_tokens_left = num_q_rows - first_token
-    position = seq_len - num_q_rows + first_token
-    num_cached = gl.maximum(seq_len - num_q_rows, 0)
+    num_tokens_left = seqlen_q - first_token
+    position = seq_len - seqlen_q + first_token
+    num_cached = gl.maximum(seq_len - seqlen_q, 0)
     key_begin = num_cached * 0
     if cfg.WINDOW > 0:
         key_begin = gl.maximum(position - cfg.WINDOW + 1, 0)
     if cfg.HAS_NEW_KV:
         # The work tile's keys are new rows, counted from the request's first; before token 0 there are none.
-        key_end = gl.minimum(num_q_rows, first_token + cfg.TOKENS_PER_TILE)
-        first_new = gl.maximum(num_q_rows - seq_len, 0)
+        key_end = gl.minimum(seqlen_q, first_token + cfg.TOKENS_PER_TILE)
+        first_new = gl.maximum(seqlen_q - seq_len, 0)
         if cfg.WINDOW > 0:
             first_new = gl.maximum(first_new, first_token - cfg.WINDOW + 1)
         num_n_blocks, n_block_end = num_n_blocks_and_n_block_end(first_new, key_end, cfg)
