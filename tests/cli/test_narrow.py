@@ -45,6 +45,7 @@ def every_format(subject, tokens, settings, formats, tick, begun, other):
 def commands(monkeypatch, tmp_path):
     """Every command, with results of all kinds at no cost."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))  # doctor counts what lies there
     monkeypatch.setattr(verify, "verify", every_case)
     monkeypatch.setattr(demo, "measure", every_format)
     (tmp_path / "t").write_text("for key in d")
