@@ -293,7 +293,7 @@ def doubling(most: int) -> list[int]:
 
 
 def machine() -> dict:
-    native, cpu = library.library_or_reason(), Path("/proc/cpuinfo")
+    native, cpu = library.load_compiled_library_or_reason(), Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     told = dict(reversed([[x.strip() for x in line.split(":", 1)] for line in lines if ":" in line]))
     return {

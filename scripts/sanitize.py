@@ -51,7 +51,7 @@ def child(path: str, levels: list[str], result: str) -> int:
     from tersekv.testing import verify
 
     build.LIBRARY = Path(path)
-    native = library.library_or_reason()
+    native = library.load_compiled_library_or_reason()
     assert isinstance(native, library.Library), native
     native.use_pytorch_threads(False)  # of OpenMP's threads the thread sanitizer knows nothing
     # PyTorch's own threads, which the thread sanitizer cannot follow, are not asked for.

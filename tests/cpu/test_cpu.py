@@ -289,9 +289,9 @@ child = os.fork()
 if child == 0:
     signal.alarm(60)
     tersekv.decode(torch.ones(1, 32, 128), layer, table, lens, backend="cpu")
-    library.library_or_reason().use_pytorch_threads(True)
+    library.load_compiled_library_or_reason().use_pytorch_threads(True)
     tersekv.decode(torch.ones(1, 32, 128), layer, table, lens, backend="cpu")
-    os._exit(library.library_or_reason().team)
+    os._exit(library.load_compiled_library_or_reason().team)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
@@ -334,7 +334,7 @@ counts = [threads()]
 layer = tersekv.PagedKVCache.allocate(1, 256, 64, 8, 128, format="int8_per_token_head")[0]
 table, lens = torch.arange(256, dtype=torch.int32)[None], torch.tensor([16384], dtype=torch.int32)
 for team in (True, False):
-    library.library_or_reason().use_pytorch_threads(team)
+    library.load_compiled_library_or_reason().use_pytorch_threads(team)
     tersekv.decode(torch.ones(1, 32, 128), layer, table, lens, backend="cpu")
     counts.append(threads())
 print(*counts)
@@ -435,7 +435,7 @@ def test_threads_of_the_program_call_side_by_side(native, threads_of):
 def test_without_a_library_the_oracle_runs_and_doctor_says_what_it_costs(monkeypatch, capsys):
     for name in ("_plans", "_recent"):
         monkeypatch.setattr(plan, name, {})
-    monkeypatch.setattr(library, "library_or_reason", lambda: "is not compiled; with a C++ compiler: try")
+    monkeypatch.setattr(library, "load_compiled_library_or_reason", lambda: "is not compiled; with a C++ compiler: try")
     call = tool.make(next(tool.cases(("decode",), ("bf16",))))
     assert plan.plan("decode", call).backend == "torch"
     with pytest.raises(tersekv.UnsupportedError, match=r"cpu: is not compiled; with a C\+\+ compiler: try"):
@@ -456,18 +456,18 @@ def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
     target = tmp_path / "_native.so"
     assert build.build_library_and_return_levels(target, only_levels=("plain",), extra_flags=("-O0",)) == ["plain"]
     monkeypatch.setattr(build, "LIBRARY", target)
-    library.library_or_reason.cache_clear()
+    library.load_compiled_library_or_reason.cache_clear()
     try:
-        assert isinstance(library.library_or_reason(), library.Library)
+        assert isinstance(library.load_compiled_library_or_reason(), library.Library)
         monkeypatch.setattr(build, "sources_hash", lambda: "other")
-        library.library_or_reason.cache_clear()
-        assert "was compiled from other sources" in library.library_or_reason()
+        library.load_compiled_library_or_reason.cache_clear()
+        assert "was compiled from other sources" in library.load_compiled_library_or_reason()
         monkeypatch.setattr(build, "LIBRARY", tmp_path / "other.so")
         build.LIBRARY.write_bytes(b"no library")
-        library.library_or_reason.cache_clear()
-        assert "does not load" in library.library_or_reason()
+        library.load_compiled_library_or_reason.cache_clear()
+        assert "does not load" in library.load_compiled_library_or_reason()
     finally:
-        library.library_or_reason.cache_clear()
+        library.load_compiled_library_or_reason.cache_clear()
 
 
 @pytest.mark.parametrize("unit", ["kernels", "entry", "pool"])
@@ -477,7 +477,7 @@ def test_the_kernels_compile_elsewhere_with_neon(unit, tmp_path):
     source, target = build.SOURCES / f"{unit}.cpp", tmp_path / f"{unit}.o"
     told = ["-Werror", "-DLEVEL=plain", "-DHAS_PLAIN", '-DTERSEKV_SOURCES="x"', "-c", str(source), "-o", str(target)]
     compiler = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-gnu"]
-    assert build._run_and_return_error([*compiler, *build._FLAGS, *told]) == ""
+    assert build._run_and_return_error([*compiler, *build._FLAGS, *told]) is None
     assert target.read_bytes()[18:20] == b"\xb7\x00"  # an ELF file's machine: aarch64
 
 

@@ -47,6 +47,11 @@ def prepare(call, native, **options):
     preparing.make_rope_norm_store_launch(plan.facts("mla_prefill", call), native, **options)(call)
 
 
+def store_roped_queries_and_new_latents(call):
+    new_slots = oracle.positions_and_slots_of_new_tokens(call, call.cu_seqlens_q.tolist())
+    oracle.store_roped_queries_and_new_latents(call, new_slots)
+
+
 def scratch(call, rows):
     """Places for a chunk of up to so many rows."""
     found = Workspace(0, gathering.gathered_chunk_workspace(plan.facts("mla_prefill", call), rows))
@@ -134,7 +139,7 @@ def test_a_chunk_without_rows_appends_and_gives_zero():
     call = make(SMALL)
     want = moved(call, "cpu")
     call = call._replace(buffer_lengths=[0])
-    oracle.store_roped_queries_and_new_latents(want, want.cu_seqlens_q.tolist())
+    store_roped_queries_and_new_latents(want)
     run(call, TILED)
     assert (call.out == 0).all()
     assert (call.lse == -math.inf).all()
@@ -149,7 +154,7 @@ def test_rotated_parts_and_lengths_go_where_they_are_wanted(index):
     call = call._replace(
         buffer_lengths=[0], q_pe_out=torch.full_like(call.q[..., -SMALL.rope :], math.nan), seq_lens_out=lens
     )
-    oracle.store_roped_queries_and_new_latents(want, want.cu_seqlens_q.tolist())
+    store_roped_queries_and_new_latents(want)
     run(call, TILED)
     assert torch.equal(as_bytes(call.q), as_bytes(before))
     assert torch.equal(call.q_pe_out, want.q[..., -SMALL.rope :])
@@ -234,7 +239,7 @@ def test_the_append_has_the_bits_of_the_oracle(name, freqs):
     call = make(replace(SMALL, format=name, scale="tensor", spread=True, strided=True))
     call = call._replace(freqs_cis=call.freqs_cis.to(freqs))
     want = moved(call, "cpu")
-    oracle.store_roped_queries_and_new_latents(want, want.cu_seqlens_q.tolist())
+    store_roped_queries_and_new_latents(want)
     prepare(call, freqs == torch.float32)
     assert torch.equal(call.q, want.q)
     assert torch.equal(as_bytes(call.kpe), as_bytes(want.kpe))
@@ -254,7 +259,7 @@ def test_a_nan_of_either_sign_is_appended_as_0x7f(name, native):
     call.kv_c[2, 5] = minus  # the norm spreads it over the row
     call.k_pe[3, 4] = minus  # the rotation over a pair
     want = moved(call, "cpu")
-    oracle.store_roped_queries_and_new_latents(want, want.cu_seqlens_q.tolist())
+    store_roped_queries_and_new_latents(want)
     prepare(call, native)
     nan = as_bytes(want.ckv).view(torch.uint8) == 0x7F
     assert nan.sum() == call.ckv.shape[-1]
@@ -359,7 +364,7 @@ def test_a_request_reads_as_cached_what_another_of_the_same_call_appends(child):
 
 def test_rows_that_no_request_has_are_gathered_as_zero():
     call = make(SMALL)
-    oracle.store_roped_queries_and_new_latents(call, call.cu_seqlens_q.tolist())
+    store_roped_queries_and_new_latents(call)
     rows = call.buffer_lengths[0] + 2
     got = scratch(call, rows)
     gather(call, 0, rows, got, False)

@@ -57,7 +57,7 @@ def versions() -> Iterator[tuple[str, str]]:
 def devices() -> Iterator[tuple[str, str]]:
     threads = torch.get_num_threads()
     count = f"{threads} thread{'s' if threads != 1 else ''}"
-    native = importlib.import_module("tersekv.backends.cpu.library").library_or_reason()
+    native = importlib.import_module("tersekv.backends.cpu.library").load_compiled_library_or_reason()
     kernels = f"native kernels: {'none' if isinstance(native, str) else native.level()}"
     yield "cpu", f"{platform.machine()}, {count}, {torch.backends.cpu.get_cpu_capability()}, {kernels}"
     for i in range(torch.cuda.device_count()):

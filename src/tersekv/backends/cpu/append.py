@@ -57,11 +57,11 @@ def make_kv_row_write(
 ) -> RowWrite:
     """Returns how rows are written to the cache of "k" or "v": of the tensors
     `tensor_name` (default: `k_or_v`) and `further_columns_tensor_name`, their columns side by side."""
-    f, fmt, tensor_name = facts.f, pair_of(facts.f)["kv".index(k_or_v)], tensor_name or k_or_v
-    scales = NO_TENSOR if getattr(f, f"{k_or_v}_scale_cache") is None else facts.strided_tensor(f"{k_or_v}_scale_cache")
+    fmt, tensor_name = pair_of(facts.f)["kv".index(k_or_v)], tensor_name or k_or_v
+    scales = facts.address_index_and_strides(f"{k_or_v}_scale_cache")
     return make_quantized_row_write(
-        facts, tensor_name, fmt, facts.strided_tensor(f"{k_or_v}_cache"), scales, facts.scale(f"{k_or_v}_scale"),
-        further_columns_tensor_name, apply_rope, facts.row_transform(k_or_v),
+        facts, tensor_name, fmt, facts.address_index_and_strides(f"{k_or_v}_cache"), scales,
+        facts.scale(f"{k_or_v}_scale"), further_columns_tensor_name, apply_rope, facts.row_transform(k_or_v),
     )  # fmt: skip
 
 
@@ -74,8 +74,8 @@ def make_quantized_row_write(
     f = facts.f
     x, y = getattr(f, tensor_name), getattr(f, further_columns_tensor_name) if further_columns_tensor_name else None
     return RowWrite(
-        facts.strided_tensor(tensor_name),
-        facts.strided_tensor(further_columns_tensor_name) if y is not None else NO_TENSOR,
+        facts.address_index_and_strides(tensor_name),
+        facts.address_index_and_strides(further_columns_tensor_name) if y is not None else NO_TENSOR,
         x.shape[-1], 0 if y is None else y.shape[-1], apply_rope, x.shape[1] if len(x.shape) == 3 else 1, True,
         out_cache, CODES[fmt.code], _KINDS[fmt.scale], scale_cache, fmt.scale_block or 0, fmt.scales(x.shape[-1]),
         fmt.tail, host_or_tensor_scale, row_transform, NO_NORM, 0, 0, NO_WEIGHTS,
@@ -83,21 +83,21 @@ def make_quantized_row_write(
 
 
 def make_query_row_writes(facts: CallFacts) -> list[RowWrite]:
-    """Returns the row_writes of query rows to q_rope_out and q_nope_out; none without a query."""
+    """Returns the row writes of query rows to q_rope_out and q_nope_out; none without a query."""
     row_writes = []
     for name, apply_rope in (("q_rope", True), ("q_nope", False)):
         x = getattr(facts.f, name)
         if x is not None:
             row_writes.append(RowWrite(
-                facts.strided_tensor(name), NO_TENSOR, x.shape[-1], 0, apply_rope, x.shape[1], False,
-                facts.strided_tensor(f"{name}_out"), facts.dtype(f"{name}_out"), records.NO_SCALE, NO_TENSOR,
+                facts.address_index_and_strides(name), NO_TENSOR, x.shape[-1], 0, apply_rope, x.shape[1], False,
+                facts.address_index_and_strides(f"{name}_out"), facts.dtype(f"{name}_out"), records.NO_SCALE, NO_TENSOR,
                 0, 0, 0, facts.scale("q_scale"), NO_TRANSFORM, NO_NORM, 0, 0, NO_WEIGHTS,
             ))  # fmt: skip
     return row_writes
 
 
 def make_append_record(facts: CallFacts, rows_fact: Any, cache_fact: Any | None, row_writes: list[RowWrite]) -> Append:
-    """Returns the record of an append: its row_writes, the slots of tokens, and the rotary table if there is one."""
+    """Returns the record of an append: its row writes, the slots of tokens, and the rotary table if there is one."""
     f, record = facts.f, Append()
     record.num_row_writes = len(row_writes)
     for i, row_write in enumerate(row_writes):

@@ -47,11 +47,11 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts, (k_format, v_format) = CallFacts(f, TENSORS), pair_of(f)
-    record = attention_record_of_requests_and_outputs(
+    record = make_attention_record_without_key_sets(
         facts, num_kv_heads=f.k_cache.shape[2], group=f.q.shape[1] // f.k_cache.shape[2]
     )
     keys = _paged_matrix_record(facts, "k", k_format, f.q.shape[2])
-    keys.query = facts.strided_tensor("q")
+    keys.query = facts.address_index_and_strides("q")
     values = _paged_matrix_record(facts, "v", v_format, f.out.shape[2])
     add_key_set(record, facts, [keys], [values], f.k_cache.shape[:2], facts.scale("k_scale"), facts.scale("v_scale"))
     record.query_dtype = facts.dtype("q")
@@ -66,8 +66,8 @@ def configure(f: SimpleNamespace) -> NativeLaunch:
     return NativeLaunch("attention", record, TENSORS)
 
 
-def attention_record_of_requests_and_outputs(facts: CallFacts, num_kv_heads: int, group: int) -> Attention:
-    """Returns a record with the requests and outputs that all attention operations share."""
+def make_attention_record_without_key_sets(facts: CallFacts, num_kv_heads: int, group: int) -> Attention:
+    """Returns a record of requests, outputs and scales, without keys, sinks, mask or transforms; see `add_key_set`."""
     f, record = facts.f, Attention()
     record.heads, record.group = num_kv_heads, group
     record.rows, record.max_q_len = f.out.shape[0], f.max_q_len
@@ -76,7 +76,7 @@ def attention_record_of_requests_and_outputs(facts: CallFacts, num_kv_heads: int
     record.mask, record.sinks = IndexTensor(NONE), NONE
     record.key_transform = record.value_transform = NO_TRANSFORM
     record.new_keys = record.new_values = NO_MATRIX
-    record.out, record.lse = facts.strided_tensor("out"), facts.strided_tensor("lse")
+    record.out, record.lse = facts.address_index_and_strides("out"), facts.address_index_and_strides("lse")
     record.max_logits, record.out_dtype = StridedTensor(NONE), facts.dtype("out")
     record.softmax_scale, record.out_scale = facts.scale("softmax_scale"), facts.scale("out_scale")
     return record
@@ -103,9 +103,9 @@ def add_key_set(
 
 
 def _paged_matrix_record(facts: CallFacts, k_or_v: str, fmt: KVFormat, columns: int) -> PagedMatrix:
-    m = paged_matrix(facts.strided_tensor(f"{k_or_v}_cache"), CODES[fmt.code], columns)
+    m = paged_matrix(facts.address_index_and_strides(f"{k_or_v}_cache"), CODES[fmt.code], columns)
     if fmt.scale in (BLOCK, TOKEN_HEAD):
-        m.scales = facts.strided_tensor(f"{k_or_v}_scale_cache")
+        m.scales = facts.address_index_and_strides(f"{k_or_v}_scale_cache")
         m.width, m.scale_dtype = fmt.scale_block or columns, DTYPES[fmt.scale_dtype or torch.float32]
     return m
 

@@ -58,44 +58,40 @@ def build_library_and_return_levels(
     found = compiler or next(filter(None, map(shutil.which, _COMPILERS)), None)
     if found is None:
         raise RuntimeError(f"no C++ compiler was found, of {', '.join(_COMPILERS)}")
-    wanted = {
-        name: known for name, known in _LEVELS.items() if name == "plain" or not only_levels or name in only_levels
-    }
+    levels = [level for level in _LEVELS if level == "plain" or not only_levels or level in only_levels]
     with tempfile.TemporaryDirectory() as folder:
-        objects = {name: str(Path(folder) / f"{name}.o") for name in wanted}
+        objects = {level: str(Path(folder) / f"{level}.o") for level in levels}
 
-        def compile_and_return_error(name: str) -> str:
-            """Returns the compiler's error, or ""."""
-            command = [*_FLAGS, *extra_flags, *wanted[name], f"-DLEVEL={name}", str(SOURCES / "kernels.cpp")]
-            return _run_and_return_error([found, "-c", *command, "-o", objects[name]])
+        def compile_level_and_return_error(level: str) -> str | None:
+            command = [*_FLAGS, *extra_flags, *_LEVELS[level], f"-DLEVEL={level}", str(SOURCES / "kernels.cpp")]
+            return _run_and_return_error([found, "-c", *command, "-o", objects[level]])
 
         with ThreadPoolExecutor() as pool:
-            complaints = dict(zip(wanted, pool.map(compile_and_return_error, wanted), strict=True))
-        if complaints["plain"]:
-            raise RuntimeError(complaints["plain"])
-        made = [name for name, complaint in complaints.items() if not complaint]
-        known = [f"-DHAS_{name.upper()}" for name in made]
-        told = [f'-DTERSEKV_SOURCES="{sources_hash()}"', *known]
+            errors = dict(zip(levels, pool.map(compile_level_and_return_error, levels), strict=True))
+        if errors["plain"]:
+            raise RuntimeError(errors["plain"])
+        built = [level for level, error in errors.items() if not error]
+        defines = [f'-DTERSEKV_SOURCES="{sources_hash()}"', *(f"-DHAS_{level.upper()}" for level in built)]
         others = [str(SOURCES / name) for name in ("entry.cpp", "thread_pool.cpp")]
         # Linked under another name and renamed atomically: another process may have the old library loaded.
         part = target.with_name(f"{target.name}.{os.getpid()}")
-        parts = [*others, *(objects[name] for name in made)]
-        complaint = _run_and_return_error(
-            [found, "-shared", *_FLAGS, *extra_flags, *told, *parts, "-lm", "-o", str(part)]
+        parts = [*others, *(objects[level] for level in built)]
+        error = _run_and_return_error(
+            [found, "-shared", *_FLAGS, *extra_flags, *defines, *parts, "-lm", "-o", str(part)]
         )
-        if complaint:
-            raise RuntimeError(complaint)
+        if error:
+            raise RuntimeError(error)
         os.replace(part, target)
-    return made
+    return built
 
 
-def _run_and_return_error(command: list[str]) -> str:
-    """Returns a command's error; "" if it succeeds."""
+def _run_and_return_error(command: list[str]) -> str | None:
+    """Returns a command's error; None if it succeeds."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as e:
         return f"{command[0]}: {e}"
-    return "" if done.returncode == 0 else done.stderr.strip() or f"{command[0]} failed"
+    return None if done.returncode == 0 else done.stderr.strip() or f"{command[0]} failed"
 
 
 def main() -> int:
@@ -103,11 +99,11 @@ def main() -> int:
     parser.add_argument("--compiler", help=f"default: the first of {', '.join(_COMPILERS)} that is found")
     args = parser.parse_args()
     try:
-        made = build_library_and_return_levels(compiler=args.compiler)
+        built = build_library_and_return_levels(compiler=args.compiler)
     except RuntimeError as e:
         sys.stderr.write(f"{e}\n")
         return 1
-    sys.stdout.write(f"{LIBRARY.name}: {', '.join(made)}\n")
+    sys.stdout.write(f"{LIBRARY.name}: {', '.join(built)}\n")
     return 0
 
 

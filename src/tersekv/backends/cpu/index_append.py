@@ -41,8 +41,9 @@ def configure(f: SimpleNamespace) -> NativeLaunch:
             f.epsilon,
         )  # fmt: skip
     row_write = make_index_row_write(
-        facts, "k", facts.strided_tensor("k_cache"), INDEX_BLOCK, facts.strided_tensor("k_scale_cache"), norm
-    )
+        facts, "k", facts.address_index_and_strides("k_cache"), INDEX_BLOCK,
+        facts.address_index_and_strides("k_scale_cache"), norm,
+    )  # fmt: skip
     return NativeLaunch("append", make_append_record(facts, f.k, f.k_cache, [row_write]), _TENSORS)
 
 
@@ -54,10 +55,11 @@ def make_index_row_write(
     f, fmt, rows = facts.f, index_format(facts.f.format), getattr(facts.f, tensor_name)
     d, rotary = rows.shape[-1], 0 if f.cos_sin_cache is None else f.cos_sin_cache.shape[1]
     return RowWrite(
-        facts.strided_tensor(tensor_name), NO_TENSOR, d, 0, rotary > 0, rows.shape[1] if len(rows.shape) == 3 else 1,
-        tensor_name == "k", out, CODES[fmt.code], records.INDEX_SCALE if fmt.scale == INDEX else records.NO_SCALE,
-        scale_cache, columns_per_scale, 0, 0, Scale(1.0, NONE), RowTransform(NONE, d & -d if f.hadamard else 0, NONE),
-        norm, d - rotary if f.rope_last else 0, DTYPES[rows.dtype] if f.round16 else 0, head_weights,
+        facts.address_index_and_strides(tensor_name), NO_TENSOR, d, 0, rotary > 0,
+        rows.shape[1] if len(rows.shape) == 3 else 1, tensor_name == "k", out, CODES[fmt.code],
+        records.INDEX_SCALE if fmt.scale == INDEX else records.NO_SCALE, scale_cache, columns_per_scale, 0, 0,
+        Scale(1.0, NONE), RowTransform(NONE, d & -d if f.hadamard else 0, NONE), norm, d - rotary if f.rope_last else 0,
+        DTYPES[rows.dtype] if f.round16 else 0, head_weights,
     )  # fmt: skip
 
 

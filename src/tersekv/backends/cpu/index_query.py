@@ -8,7 +8,7 @@ from typing import Any
 from . import library
 from .append import make_append_record
 from .index_append import make_index_row_write
-from .index_scores import tensor_and_two_strides
+from .index_scores import address_index_and_first_strides
 from .library import BoundLaunch, NativeLaunch
 from .records import CallFacts, HeadWeights
 
@@ -22,11 +22,13 @@ def why_not(f: SimpleNamespace) -> str | None:
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts = CallFacts(f, _TENSORS)
     weights = HeadWeights(
-        tensor_and_two_strides(facts, "weights"), tensor_and_two_strides(facts, "weights_out"),
+        address_index_and_first_strides(facts, "weights"), address_index_and_first_strides(facts, "weights_out"),
         0 if f.weights is None else facts.dtype("weights"), f.weight_scale,
     )  # fmt: skip
     # A query has one scale, however many columns.
-    row_write = make_index_row_write(facts, "q", facts.strided_tensor("q_out"), f.q.shape[-1], head_weights=weights)
+    row_write = make_index_row_write(
+        facts, "q", facts.address_index_and_strides("q_out"), f.q.shape[-1], head_weights=weights
+    )
     return NativeLaunch("append", make_append_record(facts, f.q, None, [row_write]), _TENSORS)
 
 

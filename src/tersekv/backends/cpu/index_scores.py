@@ -29,8 +29,8 @@ def index_scores_or_select_launch(
 ) -> NativeLaunch:
     """topk_selection: k, keep_first, keep_last and open_group; None: scores."""
     names = (*_TENSORS, *(("out_lens",) if topk_selection else ("starts", "ends")))
-    facts, fmt = CallFacts(f, names), index_format(f.format)
-    tensor = partial(tensor_and_two_strides, facts)
+    facts, fmt, num_strides = CallFacts(f, names), index_format(f.format), 2 if f.each else 1
+    tensor = partial(address_index_and_first_strides, facts)
     keys = paged_matrix(tensor("k_cache"), CODES[fmt.code], f.k_cache.shape[-1], tensor("q"))
     keys.scales, keys.width = tensor("k_scale_cache"), INDEX_BLOCK
     keys.scale_dtype = records.DTYPES[f.k_scale_cache.dtype] if f.k_scale_cache else 0
@@ -38,17 +38,17 @@ def index_scores_or_select_launch(
         keys, facts.index_tensor("page_table"), facts.index_tensor("seq_lens"), facts.index_tensor("cu_seqlens_q"),
         f.seq_lens.shape[0], f.q.shape[0], f.q.shape[1], f.max_q_len, f.page_table.shape[1], *f.k_cache.shape[:2],
         facts.dtype("q"), tensor("weights"), f.ratio, f.relu, f.each, f.block, num_score_columns, f.scale,
-        tensor("out", f.each), tensor("out_lens", f.each), facts.index_tensor("starts"), facts.index_tensor("ends"),
-        topk_selection is not None, *(topk_selection or (0, 0, 0, 0)),
+        tensor("out", num_strides), tensor("out_lens", num_strides), facts.index_tensor("starts"),
+        facts.index_tensor("ends"), topk_selection is not None, *(topk_selection or (0, 0, 0, 0)),
     )  # fmt: skip
     return NativeLaunch("index_scores", record, names)
 
 
-def tensor_and_two_strides(facts: CallFacts, name: str, heads: bool = True) -> StridedTensor:
-    """Returns a tensor and the strides of its first two dimensions; of one without heads the first."""
+def address_index_and_first_strides(facts: CallFacts, name: str, num_strides: int = 2) -> StridedTensor:
+    """Returns a tensor and the strides of its first dimensions, of any meaning."""
     if facts.at(name) == records.NONE:
         return StridedTensor(records.NONE)
-    return StridedTensor(facts.at(name), (c_int64 * 3)(*facts.strides(name)[: 2 if heads else 1]))
+    return StridedTensor(facts.at(name), (c_int64 * 3)(*facts.strides(name)[:num_strides]))
 
 
 def run(call: Any, config: NativeLaunch) -> None:

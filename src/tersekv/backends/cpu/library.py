@@ -45,7 +45,6 @@ class Library:
         lib.tersekv_use_level.argtypes = [c_char_p]
         lib.tersekv_use_team.argtypes, lib.tersekv_has_team.restype = [c_void_p], c_int64
         self._lib = lib
-        self.use_pytorch_threads(True)
 
     def levels(self) -> list[str]:
         """Returns the compiled instruction sets that this machine runs, the best last."""
@@ -60,7 +59,7 @@ class Library:
         if not self._lib.tersekv_use_level(name.encode()):
             raise ValueError(f"level: want one of {', '.join(self.levels())}, got {name!r}")
 
-    def use_pytorch_threads(self, wanted: bool) -> None:
+    def use_pytorch_threads(self, enable: bool) -> None:
         """Run on the threads of PyTorch's OpenMP, if it has them, or on this library's own; `team` returns which.
 
         PyTorch's threads spin for a while after each of its calls, unless OMP_WAIT_POLICY=passive, and would take half
@@ -68,7 +67,7 @@ class Library:
         fork did not copy.
         """
         self._lib.tersekv_use_team(
-            _find_gomp_parallel_address() if wanted and not _is_forked_child_without_exec() else None
+            _find_gomp_parallel_address() if enable and not _is_forked_child_without_exec() else None
         )
 
     @property
@@ -100,8 +99,8 @@ def _is_forked_child_without_exec() -> bool:
 
 
 @cache
-def library_or_reason() -> Library | str:
-    """Returns the library, or why it cannot be used and how to build it."""
+def load_compiled_library_or_reason() -> Library | str:
+    """Returns the library, set to run on PyTorch's threads; or why it cannot be used and how to build it."""
     if not build.LIBRARY.exists():
         return f"is not compiled; with a C++ compiler: {_HOW}"
     try:
@@ -110,6 +109,7 @@ def library_or_reason() -> Library | str:
         return f"does not load ({e}); compile it here: {_HOW}"
     if not library.is_current:
         return f"was compiled from other sources; compile it anew: {_HOW}"
+    library.use_pytorch_threads(True)
     return library
 
 
@@ -122,7 +122,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def why_no_library() -> str | None:
     """Returns why there is no library; None: there is one."""
-    library = library_or_reason()
+    library = load_compiled_library_or_reason()
     return library if isinstance(library, str) else None
 
 
@@ -132,7 +132,7 @@ class NativeLaunch:
     __slots__ = ("_array", "_function", "_judged", "_record", "names")
 
     def __init__(self, function: str, record: Any, tensor_names: Sequence[str]) -> None:
-        library = library_or_reason()
+        library = load_compiled_library_or_reason()
         assert isinstance(library, Library)
         self.names = tuple(tensor_names)
         self._function, self._record = getattr(library, function), record
@@ -150,22 +150,22 @@ class NativeLaunch:
             return
         report = Report()
         if self._function(byref(self._record), given, threads, byref(report)):
-            _raise_reported_fault(report, self._record)
+            raise _exception_of_fault(report, self._record)
 
     def bind(self, address_index: Mapping[str, int]) -> BoundLaunch:
         """Returns a launch for a list of addresses. address_index: index of each tensor in the list."""
         pick = itemgetter(*(address_index.get(n, -1) for n in self.names))
 
-        def launch(addresses: list[int]) -> bool:
+        def append_null_address_and_launch(addresses: list[int]) -> bool:
             addresses.append(0)  # index −1: the null address of absent tensors
             self(pick(addresses))
             return True
 
-        return launch
+        return append_null_address_and_launch
 
 
-def _raise_reported_fault(report: Report, record: Attention | IndexScores) -> None:
-    """Raise for a bad value, with the messages of the `torch` backend."""
+def _exception_of_fault(report: Report, record: Attention | IndexScores) -> Exception:
+    """Returns the exception for a bad value, with the message of the `torch` backend."""
     b, (x, y) = report.request, report.values
     with_ends = isinstance(record, IndexScores) and record.ends.tensor >= 0
     messages = {
@@ -177,10 +177,10 @@ def _raise_reported_fault(report: Report, record: Attention | IndexScores) -> No
         6: f"seq_lens: want at most {x} before the new tokens (max_pages * S), got {y} at {b}",
     }
     if isinstance(record, Attention) and report.fault >= _FIRST_OF_LISTS:
-        raise ValueError(_out_of_range_key_list_message(report, record))
+        return ValueError(_out_of_range_key_list_message(report, record))
     if report.fault not in messages:
-        raise MemoryError("no memory for the tiles of an attention")
-    raise ValueError(messages[report.fault])
+        return MemoryError("no memory for the tiles of an attention")
+    return ValueError(messages[report.fault])
 
 
 def _out_of_range_key_list_message(report: Report, record: Attention) -> str:

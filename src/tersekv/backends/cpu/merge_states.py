@@ -22,7 +22,7 @@ def configure(f: SimpleNamespace) -> NativeLaunch:
     outs, lses = ((c_int64 * 3)(*facts.strides(name)[:3]) for name in ("outs", "lses"))
     record = Merge(
         parts, rows, heads, columns, facts.dtype("outs"), facts.dtype("out"), facts.at("outs"), outs,
-        facts.at("lses"), lses, facts.strided_tensor("out"), facts.strided_tensor("lse"),
+        facts.at("lses"), lses, facts.address_index_and_strides("out"), facts.address_index_and_strides("lse"),
     )  # fmt: skip
     return NativeLaunch("merge", record, _TENSORS)
 

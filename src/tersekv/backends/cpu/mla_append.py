@@ -30,18 +30,18 @@ def configure(f: SimpleNamespace) -> NativeLaunch:
     scales = (
         StridedTensor(records.NONE)
         if f.ckv_scale_cache is None
-        else facts.strided_tensor("ckv_scale_cache", has_heads=False)
+        else facts.address_index_and_strides("ckv_scale_cache", has_heads=False)
     )
     latent = make_quantized_row_write(
-        facts, "kv_c", fmt, facts.strided_tensor("ckv", has_heads=False), scales, facts.scale("kv_scale")
+        facts, "kv_c", fmt, facts.address_index_and_strides("ckv", has_heads=False), scales, facts.scale("kv_scale")
     )
     row_writes = [*make_query_row_writes(facts), latent]
     if f.kpe.shape[-1]:
         # Only a per-tensor scale applies to the rotary part; group scales are the latent's alone.
         rotary_format = fmt if fmt.scale == TENSOR else _HALF[rope_dtype(fmt)]
         row_writes.append(make_quantized_row_write(
-            facts, "k_pe", rotary_format, facts.strided_tensor("kpe", has_heads=False), StridedTensor(records.NONE),
-            facts.scale("kv_scale"), apply_rope=f.cos_sin_cache is not None,
+            facts, "k_pe", rotary_format, facts.address_index_and_strides("kpe", has_heads=False),
+            StridedTensor(records.NONE), facts.scale("kv_scale"), apply_rope=f.cos_sin_cache is not None,
         ))  # fmt: skip
     return NativeLaunch("append", append.make_append_record(facts, f.kv_c, f.ckv, row_writes), _TENSORS)
 

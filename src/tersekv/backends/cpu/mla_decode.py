@@ -21,7 +21,7 @@ from tersekv.formats import (
 )
 
 from . import library
-from .attention import add_key_set, attention_record_of_requests_and_outputs
+from .attention import add_key_set, make_attention_record_without_key_sets
 from .library import BoundLaunch, NativeLaunch
 from .records import (
     CODES,
@@ -58,10 +58,10 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts = CallFacts(f, _TENSORS)
-    record = attention_record_of_requests_and_outputs(facts, num_kv_heads=1, group=f.q_nope.shape[1])
+    record = make_attention_record_without_key_sets(facts, num_kv_heads=1, group=f.q_nope.shape[1])
     record.query_dtype = facts.dtype("q_nope")
     record.sinks, record.lse_of_keys = facts.at("sinks"), f.lse_of_keys
-    record.max_logits = facts.strided_tensor("max_logits")
+    record.max_logits = facts.address_index_and_strides("max_logits")
     _add_latent_key_set(record, facts, f.format, "")
     if f.extra_indices is not None:
         _add_latent_key_set(record, facts, f.extra_format, "extra_")
@@ -70,23 +70,24 @@ def configure(f: SimpleNamespace) -> NativeLaunch:
 
 def _add_latent_key_set(record: Attention, facts: CallFacts, format: str, tensor_prefix: str) -> None:
     f, fmt = facts.f, latent_format(format)
-    latent = _latent_and_bf16_tail_matrices(facts, fmt, tensor_prefix)
+    latent = _latent_matrix_and_bf16_tail_if_any(facts, fmt, tensor_prefix)
     keys = list(latent)
     if f.kpe.shape[-1]:
-        rotary, dtype = facts.strided_tensor(f"{tensor_prefix}kpe", has_heads=False), DTYPES[rope_dtype(fmt)]
-        keys.append(paged_matrix(rotary, dtype, f.kpe.shape[-1], facts.strided_tensor("q_pe")))
+        rotary, dtype = facts.address_index_and_strides(f"{tensor_prefix}kpe", has_heads=False), DTYPES[rope_dtype(fmt)]
+        keys.append(paged_matrix(rotary, dtype, f.kpe.shape[-1], facts.address_index_and_strides("q_pe")))
     # Only a per-tensor scale applies to the rotary part.
     scale = facts.scale(f"{tensor_prefix}kv_scale") if fmt.scale == TENSOR else Scale(1.0, NONE, 0)
     add_key_set(record, facts, keys, latent, getattr(f, f"{tensor_prefix}ckv").shape[:2], scale, scale, tensor_prefix)
 
 
-def _latent_and_bf16_tail_matrices(facts: CallFacts, fmt: KVFormat, tensor_prefix: str) -> list[PagedMatrix]:
-    """Returns a row's codes, and what lies behind them in 16 bits."""
-    codes, q = facts.strided_tensor(f"{tensor_prefix}ckv", has_heads=False), facts.strided_tensor("q_nope")
+def _latent_matrix_and_bf16_tail_if_any(facts: CallFacts, fmt: KVFormat, tensor_prefix: str) -> list[PagedMatrix]:
+    """Returns the codes of a latent cache; and its last columns, if they are bf16 in the same rows."""
+    codes = facts.address_index_and_strides(f"{tensor_prefix}ckv", has_heads=False)
+    q = facts.address_index_and_strides("q_nope")
     columns = facts.f.out.shape[-1] - fmt.tail
     latent = paged_matrix(codes, CODES[fmt.code], columns, q)
     if fmt.scale_dtype is not None:
-        latent.scales = facts.strided_tensor(f"{tensor_prefix}ckv_scale_cache", has_heads=False)
+        latent.scales = facts.address_index_and_strides(f"{tensor_prefix}ckv_scale_cache", has_heads=False)
         latent.width = fmt.scale_block
         latent.scale_dtype = E8M0 if fmt.scale_dtype == torch.uint8 else DTYPES[fmt.scale_dtype]
     if not fmt.tail:

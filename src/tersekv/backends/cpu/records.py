@@ -159,7 +159,7 @@ class CallFacts:
     def dtype(self, name: str) -> int:
         return DTYPES[getattr(self.f, name).dtype]
 
-    def strided_tensor(self, name: str, *, has_heads: bool = True) -> StridedTensor:
+    def address_index_and_strides(self, name: str, *, has_heads: bool = True) -> StridedTensor:
         """Returns a tensor [page, slot, head, …] or [token, head, …]; of one head without `has_heads` or in 2 dims."""
         if self.at(name) == NONE:
             return StridedTensor(NONE)

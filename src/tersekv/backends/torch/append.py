@@ -10,7 +10,7 @@ from torch import Tensor
 from tersekv.formats import CHANNELS, PAIRS, ROTATION, pair_of
 
 from . import rotation
-from .exact import without_autocast
+from .exact import without_grad_and_autocast
 from .quantize import as_quantizer_input, quantize_to_codes_and_scales, why_no_codec
 from .slots import TokensPagesAndSlots, scatter_rows, tokens_pages_and_slots_to_write
 
@@ -30,7 +30,7 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@without_autocast
+@without_grad_and_autocast
 def run(call: Any, config: None) -> None:
     if call.k.shape[0] == 0:
         return
@@ -45,9 +45,9 @@ def rotate_quantize_and_scatter_kv(
 ) -> None:
     """Store k [T, H, D] and v [T, H, Dv], both fp32 or codes, in the caches of `call`: codes and scales."""
     if call.k_signs is not None or call.k_channel_scale is not None:
-        k = rotation.scale_and_rotate_rows(k, call.k_signs, call.k_channel_scale)
+        k = rotation.divide_by_channel_scale_and_rotate(k, call.k_signs, call.k_channel_scale)
     if call.v_signs is not None or call.v_channel_scale is not None:
-        v = rotation.scale_and_rotate_rows(v, call.v_signs, call.v_channel_scale)
+        v = rotation.divide_by_channel_scale_and_rotate(v, call.v_signs, call.v_channel_scale)
     k_format, v_format = pair_of(call)
     sides = (
         (k, k_format, call.k_cache, call.k_scale_cache, call.k_scale, call.k_scale_t),

@@ -15,7 +15,7 @@ from tersekv.formats import BATCH_INVARIANCE, BLOCK, CHANNELS, LISTS, PAIRS, ROT
 
 from . import rotation
 from .append import why_no_codec_pair
-from .exact import without_autocast
+from .exact import without_grad_and_autocast
 from .gather import KeySlots, PagedRows, dequant_blocks
 from .key_lists import KeySet, attend_to_lists, listed_keys
 from .online_softmax import (
@@ -40,20 +40,20 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@without_autocast
+@without_grad_and_autocast
 def run(call: Any, config: None) -> None:
     if call.k is None:
-        _store_attention_to_pages(call)
+        _store_out_and_lse_of_paged_keys(call)
     else:
-        _store_attention_to_pages_and_new_rows(call)
+        _store_out_and_lse_of_paged_and_new_keys(call)
 
 
-def _store_attention_to_pages(call: Any) -> None:
-    source = KVSource(call)
+def _store_out_and_lse_of_paged_keys(call: Any) -> None:
+    source = KVCachesAndScales(call)
     mask_and_softcap = MaskAndSoftcap(call.window, call.mask, call.softcap)
     t, q_heads, head_dim_v = call.out.shape
     results = Results(t, q_heads, head_dim_v, call.out.device)
-    q = rotation.scale_and_rotate_query(call)
+    q = rotation.multiply_q_by_k_channel_scale_and_rotate(call)
     k_factor = call_scale(call, "softmax_scale") * broadcast_scale_to_q_heads(call_scale(call, "k_scale"), q_heads)
     if call.indices is not None:
         keys = listed_keys(call, source.num_pages, source.page_size)
@@ -65,20 +65,20 @@ def _store_attention_to_pages(call: Any) -> None:
             )
             if state is not None:
                 results.copy_rows_from_batch(batch, *finalize_to_out_and_lse(state, call.sinks, source.heads))
-    results.out = rotation.unrotate_and_scale_output(call, results.out)
-    results.store_outputs_and_lses(
+    results.out = rotation.unrotate_and_multiply_by_v_channel_scale(call, results.out)
+    results.store_outputs_lses_and_max_logits(
         call, broadcast_scale_to_q_heads(call_scale(call, "v_scale"), q_heads) * call_scale(call, "out_scale")
     )
 
 
-def _store_attention_to_pages_and_new_rows(call: Any) -> None:
-    pages, new = KVSource(call), NewRowsAsPages(call)
+def _store_out_and_lse_of_paged_and_new_keys(call: Any) -> None:
+    pages, new = KVCachesAndScales(call), NewRowsAsPages(call)
     mask_and_softcap = MaskAndSoftcap(call.window, None, call.softcap)
     t, q_heads, head_dim_v = call.out.shape
     results = Results(t, q_heads, head_dim_v, call.out.device)
     q_new = call.q.to(torch.float32) * call_scale(call, "softmax_scale")
     q_pages = (
-        rotation.scale_and_rotate_query(call)
+        rotation.multiply_q_by_k_channel_scale_and_rotate(call)
         * call_scale(call, "softmax_scale")
         * broadcast_scale_to_q_heads(call_scale(call, "k_scale"), q_heads)
     )
@@ -93,16 +93,16 @@ def _store_attention_to_pages_and_new_rows(call: Any) -> None:
                 [rows_by_kv_head(q_pages, rows, pages.heads)], pages, _prefix_batch(rows), mask_and_softcap
             )
         if state is not None:
-            state = _prefix_state_in_original_units(state, call, v_factor, pages.heads)
+            state = _unrotate_and_scale_prefix_acc(state, call, v_factor, pages.heads)
         state = attend_to_batch_keys(
-            [rows_by_kv_head(q_new, rows, pages.heads)], new, _new_rows_as_keys(rows, t), mask_and_softcap, state
+            [rows_by_kv_head(q_new, rows, pages.heads)], new, _new_keys_batch(rows, t), mask_and_softcap, state
         )
         if state is not None:
             results.copy_rows_from_batch(rows, *finalize_to_out_and_lse(state, call.sinks, pages.heads))
-    results.store_outputs_and_lses(call, call_scale(call, "out_scale"))
+    results.store_outputs_lses_and_max_logits(call, call_scale(call, "out_scale"))
 
 
-class KVSource:
+class KVCachesAndScales:
     """A paged K/V cache as a PagedSource; the caller applies the per-tensor scales."""
 
     def __init__(self, call: Any) -> None:
@@ -112,11 +112,11 @@ class KVSource:
         self.num_pages, self.page_size, self.heads = call.k_cache.shape[:3]
         self.widest = max(call.q.shape[2], call.out.shape[2])
 
-    def keys(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
-        x, factor = self._load_rows_and_unapplied_row_scales(self._k_format, self._k, self._ks, at)
-        return [x], factor
+    def load_k_parts_and_scale(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
+        k, k_scale = self._load_rows_and_unapplied_row_scales(self._k_format, self._k, self._ks, at)
+        return [k], k_scale
 
-    def values(self, at: KeySlots) -> tuple[Tensor, Tensor | None]:
+    def load_v_and_scale(self, at: KeySlots, k_parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         return self._load_rows_and_unapplied_row_scales(self._v_format, self._v, self._vs, at)
 
     def _load_rows_and_unapplied_row_scales(
@@ -147,10 +147,10 @@ class NewRowsAsPages:
         self.num_pages, self.heads = call.k.shape[:2]
         self.widest = max(call.q.shape[2], call.out.shape[2])
 
-    def keys(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
+    def load_k_parts_and_scale(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
         return [self._k.load(at)], None
 
-    def values(self, at: KeySlots) -> tuple[Tensor, Tensor | None]:
+    def load_v_and_scale(self, at: KeySlots, k_parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         return self._v.load(at), None
 
 
@@ -168,13 +168,13 @@ def _prefix_batch(batch: Batch) -> Batch:
     return batch._replace(seq_lens=first, q_lens=torch.zeros_like(first))
 
 
-def _new_rows_as_keys(batch: Batch, t: int) -> Batch:
+def _new_keys_batch(batch: Batch, num_tokens: int) -> Batch:
     """Returns the batch with only the new rows as keys: token i of a request lies in page `rows[i]`."""
-    table, stop = batch.rows.clamp(max=t - 1), batch.rows.shape[1]
+    table, stop = batch.rows.clamp(max=num_tokens - 1), batch.rows.shape[1]
     return batch._replace(table=table, seq_lens=batch.q_lens, start=0, stop=stop)
 
 
-def _prefix_state_in_original_units(
+def _unrotate_and_scale_prefix_acc(
     softmax_state: SoftmaxState, call: Any, v_scale: float | Tensor, num_kv_heads: int
 ) -> SoftmaxState:
     """Returns the state with acc in original units: rotation and scales of V undone. v_scale: [1] or [H]."""
@@ -183,4 +183,5 @@ def _prefix_state_in_original_units(
         v_scale = v_scale.repeat(requests)[:, None, None]
     scale = call.v_channel_scale
     scale = None if scale is None else scale.repeat(requests, 1)[:, None]
-    return softmax_state._replace(acc=rotation.unrotate_and_scale(softmax_state.acc * v_scale, call.v_signs, scale))
+    acc = rotation.unrotate_and_multiply_by_channel_scale(softmax_state.acc * v_scale, call.v_signs, scale)
+    return softmax_state._replace(acc=acc)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def without_autocast(run: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def without_grad_and_autocast(run: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     """Returns `run` without gradients and without autocast, which would round operands of products to 16 bits."""
 
     @wraps(run)

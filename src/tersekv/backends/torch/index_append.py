@@ -7,7 +7,7 @@ from typing import Any
 
 from tersekv.formats import INDEX_BLOCK, index_format
 
-from .exact import without_autocast
+from .exact import without_grad_and_autocast
 from .index_rows import (
     layer_norm_in_fp64_to_fp32,
     quantize_index_rows_to_codes_and_scales,
@@ -25,7 +25,7 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@without_autocast
+@without_grad_and_autocast
 def run(call: Any, config: None) -> None:
     if call.k.shape[0] == 0:
         return

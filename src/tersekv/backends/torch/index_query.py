@@ -9,7 +9,7 @@ import torch
 
 from tersekv.formats import index_format
 
-from .exact import without_autocast
+from .exact import without_grad_and_autocast
 from .index_rows import quantize_index_rows_to_codes_and_scales, rope_hadamard_and_validity_of_tokens
 
 
@@ -21,7 +21,7 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@without_autocast
+@without_grad_and_autocast
 def run(call: Any, config: None) -> None:
     x, known = rope_hadamard_and_validity_of_tokens(call, call.q.float(), call.q.dtype)
     if known is not None:

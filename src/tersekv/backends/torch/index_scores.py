@@ -12,7 +12,7 @@ from torch import Tensor
 from tersekv.formats import INDEX_BLOCK
 
 from .codes import may_read
-from .exact import without_autocast
+from .exact import without_grad_and_autocast
 
 
 class Rows(NamedTuple):
@@ -31,10 +31,10 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@without_autocast
+@without_grad_and_autocast
 def run(call: Any, config: None) -> None:
     for group in iterate_rows_by_request_on_cpu_else_singly(call):
-        call.out[group.rows] = compute_scores_of_rows(call, group, call.out.shape[-1])
+        call.out[group.rows] = compute_max_scores_of_key_blocks(call, group, call.out.shape[-1])
 
 
 def request_and_position_of_rows(call: Any) -> tuple[Tensor, Tensor]:
@@ -97,21 +97,21 @@ def _check_lengths_rows_and_pages(call: Any) -> None:
             raise ValueError(f"page_table: want page ids in [0, {pages}), got {int(ids[bad][0])} at request {b}")
 
 
-def compute_scores_of_rows(call: Any, request_rows: Rows, width: int) -> Tensor:
-    """Returns the scores of these rows, fp32 [n, W]; each head's [n, Hi, W]."""
+def compute_max_scores_of_key_blocks(call: Any, request_rows: Rows, num_key_blocks: int) -> Tensor:
+    """Returns the largest score of each block of keys for these rows, fp32 [n, W]; each head's [n, Hi, W]."""
     num_pages, size = call.k_cache.shape[:2]
     q = call.q[request_rows.rows].float()
-    room = min(width * call.block, call.page_table.shape[1] * size) if num_pages else 0
+    room = min(num_key_blocks * call.block, call.page_table.shape[1] * size) if num_pages else 0
     visible = request_rows.visible.clamp(max=room)
     if may_read(visible):  # no key is read that no row sees
         room = int(visible.amax())
-    shape = (*q.shape[:2], width) if call.each else (q.shape[0], width)
+    shape = (*q.shape[:2], num_key_blocks) if call.each else (q.shape[0], num_key_blocks)
     if room == 0:
         return q.new_full(shape, -torch.inf)
     key = torch.arange(room, device=q.device)
     table = call.page_table[request_rows.request, : -(-room // size)].to(torch.int64)[0]
     page = table[key // size].clamp(0, num_pages - 1)
-    s = _compute_qk_scaled_if_several_d_blocks(call, q, page, key % size)  # [n, Hi, keys]
+    s = _qk_unscaled_if_one_scale_per_key(call, q, page, key % size)  # [n, Hi, keys]
     if call.relu:
         s = torch.relu(s)
     if call.weights is not None:
@@ -123,11 +123,11 @@ def compute_scores_of_rows(call: Any, request_rows: Rows, width: int) -> Tensor:
     seen = key < visible[:, None]
     if getattr(call, "starts", None) is not None:
         seen = seen & (key >= call.starts[request_rows.rows].to(torch.int64)[:, None])
-    return _max_of_key_blocks_ignoring_nan(s, seen[:, None] if call.each else seen, call.block, width)
+    return _max_of_key_blocks_ignoring_nan(s, seen[:, None] if call.each else seen, call.block, num_key_blocks)
 
 
-def _compute_qk_scaled_if_several_d_blocks(call: Any, q: Tensor, page: Tensor, slot: Tensor) -> Tensor:
-    """Returns q · k [n, Hi, keys]; with a scale for each block of columns, times these."""
+def _qk_unscaled_if_one_scale_per_key(call: Any, q: Tensor, page: Tensor, slot: Tensor) -> Tensor:
+    """Returns q · k [n, Hi, keys], times the scales of k if it has one for each block of columns."""
     codes = call.k_cache.view(torch.uint8) if call.k_cache.element_size() == 1 else call.k_cache
     k = codes[page, slot].view(call.k_cache.dtype).float()
     if call.k_scale_cache is None or call.k_scale_cache.dim() == 2:

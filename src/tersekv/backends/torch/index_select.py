@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from .exact import without_autocast
+from .exact import without_grad_and_autocast
 from .index_scores import (
-    compute_scores_of_rows,
+    compute_max_scores_of_key_blocks,
     iterate_rows_by_request_on_cpu_else_singly,
     request_and_position_of_rows,
 )
@@ -24,7 +24,7 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@without_autocast
+@without_grad_and_autocast
 def run(call: Any, config: None) -> None:
     _, position = request_and_position_of_rows(call)
     is_open = (position + 1) % call.ratio > 0
@@ -34,7 +34,7 @@ def run(call: Any, config: None) -> None:
         for start in range(group.rows.start, group.rows.stop, step):
             rows = slice(start, min(start + step, group.rows.stop))
             keys = group.visible[rows.start - group.rows.start : rows.stop - group.rows.start]
-            scores = compute_scores_of_rows(call, group._replace(rows=rows, visible=keys), call.width)
+            scores = compute_max_scores_of_key_blocks(call, group._replace(rows=rows, visible=keys), call.width)
             columns = -(-keys // call.block)
             store_ascending_topk_columns_and_counts(
                 call, scores, columns.clamp(max=call.width), keys, is_open[rows] if call.open_group else None,

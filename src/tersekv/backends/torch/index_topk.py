@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .exact import without_autocast
+from .exact import without_grad_and_autocast
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -19,7 +19,7 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@without_autocast
+@without_grad_and_autocast
 def run(call: Any, config: None) -> None:
     scores, width = call.scores, call.scores.shape[-1]
     visible = call.visible.to(torch.int64).clamp(0, width)
@@ -37,7 +37,7 @@ def store_ascending_topk_columns_and_counts(
     call: Any, scores: Tensor, num_visible: Tensor, group_to_append: Tensor, m_append: Tensor | None, out: Tensor,
     out_lens: Tensor | None,
 ) -> None:  # fmt: skip
-    """Store the columns taken of scores [T, (Hi,) W] and how many they are.
+    """Store the selected columns of scores [T, (Hi,) W] and how many they are.
 
     num_visible:  [T] columns that each row sees
     group_to_append, m_append:  [T] the id that is appended behind the columns, and where

@@ -28,15 +28,15 @@ class ListedKeys(NamedTuple):
         return ListedKeys(*[x[begin:end] for x in self])
 
 
-def listed_keys(call: Any, num_pages: int, page_size: int, name_prefix: str = "") -> ListedKeys:
+def listed_keys(call: Any, num_pages: int, page_size: int, error_name_prefix: str = "") -> ListedKeys:
     """Returns the keys of the lists of a call, [T, n] or [T, Hx, n]: by positions, or by slots where it has no page
-    table. One list for all heads: [T, K]. name_prefix: of the lists, in errors."""
+    table. One list for all heads: [T, K]. error_name_prefix: of the lists."""
     used = _entries_with_padding_as_minus_one(call)
     used = used[:, 0] if used.dim() == 3 and used.shape[1] == 1 else used
     if call.page_table is None:
         if may_read(used):
             _raise_at_first_wrong(
-                f"{name_prefix}indices",
+                f"{error_name_prefix}indices",
                 f"slots below {num_pages * page_size} (P * S)",
                 used,
                 used >= num_pages * page_size,
@@ -46,7 +46,9 @@ def listed_keys(call: Any, num_pages: int, page_size: int, name_prefix: str = ""
         return ListedKeys(slot // page_size, slot % page_size, visible)
     room = call.page_table.shape[1] * page_size
     if call.seq_lens is None and may_read(used):
-        _raise_at_first_wrong(f"{name_prefix}indices", f"positions below {room} (max_pages * S)", used, used >= room)
+        _raise_at_first_wrong(
+            f"{error_name_prefix}indices", f"positions below {room} (max_pages * S)", used, used >= room
+        )
     request, last = _request_and_last_position_of_rows(call, room)
     last = last.view(-1, *[1] * (used.dim() - 1))
     # A block past the row's own position may stand for any number: no product before it is dropped.
@@ -56,10 +58,10 @@ def listed_keys(call: Any, num_pages: int, page_size: int, name_prefix: str = ""
     position = torch.where(visible, position.flatten(-2), 0)
     table = call.page_table.to(torch.int64)
     if 0 in table.shape:
-        _check_positions_below(call, visible, position, 0)
+        _check_positions_below_on_cpu(visible, position, 0)
         return ListedKeys(position * 0, position * 0, visible & False)
     column = position // page_size
-    _check_positions_below(call, visible, position, room)
+    _check_positions_below_on_cpu(visible, position, room)
     request = request.clamp(min=0).view(-1, *[1] * (used.dim() - 1))
     page = torch.where(visible, table[request, column.clamp(max=table.shape[1] - 1)], 0)
     if may_read(page):
@@ -99,8 +101,8 @@ def _request_and_last_position_of_rows(call: Any, num_positions_if_no_lens: int)
     return known, torch.where((request < count) & (row >= starts[0]), position, -1)
 
 
-def _check_positions_below(call: Any, visible: Tensor, position: Tensor, num_positions: int) -> None:
-    """Raise ValueError on a CPU for a listed key past the page table."""
+def _check_positions_below_on_cpu(visible: Tensor, position: Tensor, num_positions: int) -> None:
+    """Raise ValueError on a CPU for a listed key past the page table; elsewhere nothing is read on the host."""
     if may_read(position):
         _raise_at_first_wrong(
             "indices",
@@ -166,16 +168,17 @@ def _load_kv_and_scales(
 ) -> tuple[list[Any], list[Any]]:
     """Returns key parts [N, H, K, D_i] and their scale [N, H, K] or None; values and theirs."""
 
-    def load(pages: Tensor, slots: Tensor) -> list[Tensor | None]:
-        parts, factor = source.keys(KeySlots(pages, slots))
-        found = [*parts, factor, *source.values(KeySlots(pages, slots))]
+    def load_k_parts_k_scale_v_and_v_scale(pages: Tensor, slots: Tensor) -> list[Tensor | None]:
+        k_parts, k_scale = source.load_k_parts_and_scale(KeySlots(pages, slots))
+        found = [*k_parts, k_scale, *source.load_v_and_scale(KeySlots(pages, slots), k_parts)]
         return [None if x is None else x.unflatten(0, (-1, source.heads)) for x in found]
 
     pages, slots = listed_keys_of_rows.pages[rows], listed_keys_of_rows.slots[rows]
     if pages.dim() == 2:
-        found = load(pages, slots)
+        found = load_k_parts_k_scale_v_and_v_scale(pages, slots)
     else:  # a list for each head: the rows of all heads are loaded for each list, and one head's kept
-        each = zip(*[load(pages[:, h], slots[:, h]) for h in range(source.heads)], strict=True)
+        by_list = [load_k_parts_k_scale_v_and_v_scale(pages[:, h], slots[:, h]) for h in range(source.heads)]
+        each = zip(*by_list, strict=True)
         found = [None if x[0] is None else torch.stack([y[:, h] for h, y in enumerate(x)], 1) for x in each]  # type: ignore[index]
     return found[:-2], found[-2:]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .exact import without_autocast
+from .exact import without_grad_and_autocast
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -18,7 +18,7 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@without_autocast
+@without_grad_and_autocast
 def run(call: Any, config: None) -> None:
     lses = call.lses
     shape = call.out.shape

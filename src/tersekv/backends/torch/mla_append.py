@@ -7,7 +7,7 @@ from typing import Any
 
 from tersekv.formats import FP8, TENSOR, latent_format, rope_dtype
 
-from .exact import without_autocast
+from .exact import without_grad_and_autocast
 from .quantize import (
     as_quantizer_input,
     cast_rounded,
@@ -28,7 +28,7 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@without_autocast
+@without_grad_and_autocast
 def run(call: Any, config: None) -> None:
     if call.kv_c.shape[0] == 0:
         return

@@ -10,7 +10,7 @@ import torch
 from tersekv.formats import latent_format
 
 from . import mla_decode, mla_project
-from .exact import without_autocast
+from .exact import without_grad_and_autocast
 from .mla_latents import checked_page_and_slot
 from .mla_prefill import (
     positions_and_slots_of_new_tokens,
@@ -28,7 +28,7 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@without_autocast
+@without_grad_and_autocast
 def run(call: Any, config: None) -> None:
     q, device = call.q, call.q.device
     tokens, heads, dq = q.shape
@@ -44,7 +44,7 @@ def run(call: Any, config: None) -> None:
     given = SimpleNamespace(**given, q_pe_out=q_pe, seq_lens_out=lens)
     new = positions_and_slots_of_new_tokens(given, starts)
     check_max_q_len_and_pages_of_tokens(given)
-    store_roped_queries_and_new_latents(given, starts, new)
+    store_roped_queries_and_new_latents(given, new)
     x = q[..., : dq - rope]
     mla_project.run(SimpleNamespace(x=x, weight=call.w_uk, weight_scale=call.w_uk_scale, out=q_nope), None)
     given = call._asdict() | {"out": latents, "lse": None, "out_scale": 1.0, "out_scale_t": None}

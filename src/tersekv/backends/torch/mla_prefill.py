@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tersekv.formats import LATENT_GROUP, latent_format
 
-from .exact import without_autocast
+from .exact import without_grad_and_autocast
 from .mla_latents import (
     At,
     checked_page_and_slot,
@@ -38,12 +38,12 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@without_autocast
+@without_grad_and_autocast
 def run(call: Any, config: None) -> None:
     cu_seqlens_q = call.cu_seqlens_q.tolist()
     new = positions_and_slots_of_new_tokens(call, cu_seqlens_q)
     chunks = [(i, positions_and_slots_of_chunk(call, i, n)) for i, n in enumerate(call.buffer_lengths) if n]
-    store_roped_queries_and_new_latents(call, cu_seqlens_q, new)
+    store_roped_queries_and_new_latents(call, new)
     out = torch.zeros(call.out.shape, dtype=torch.float32, device=call.out.device)
     lse = torch.full(out.shape[:2], -torch.inf, dtype=torch.float32, device=out.device)
     for chunk, slots in chunks:
@@ -77,10 +77,10 @@ def positions_and_slots_of_new_tokens(call: Any, cu_seqlens_q: list[int]) -> Row
     return RowSlots(position, at, cu_seqlens_q)
 
 
-def store_roped_queries_and_new_latents(call: Any, cu_seqlens_q: list[int], new_slots: RowSlots | None = None) -> None:
+def store_roped_queries_and_new_latents(call: Any, new_slots: RowSlots) -> None:
     """Rotate q; store the new tokens' rotated k_pe and normed latents. Not idempotent."""
-    position, at, _ = positions_and_slots_of_new_tokens(call, cu_seqlens_q) if new_slots is None else new_slots
-    rows = slice(cu_seqlens_q[0], cu_seqlens_q[-1])
+    position, at, first = new_slots
+    rows = slice(first[0], first[-1])
     kv_c = call.ckv[at] if call.kv_c is None else call.kv_c[rows]
     k_pe = kv_c[:, :0]
     if call.freqs_cis is not None:
@@ -94,7 +94,7 @@ def store_roped_queries_and_new_latents(call: Any, cu_seqlens_q: list[int], new_
         call.seq_lens_out.copy_(call.cache_lens.to(torch.int64) + call.cu_seqlens_q.to(torch.int64).diff())
     quantize_and_store_latents(
         rms_norm(kv_c, call.kv_norm_gamma, call.epsilon), k_pe, call.ckv, call.kpe, call.ckv_scale_cache, at,
-        latent_format(call.format), _kv_scale(call),
+        latent_format(call.format), _kv_scale_tensor(call),
     )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def gather_latents(call: Any, i_chunk: int, max_rows: int) -> tuple[Tensor, Tens
 
 def _load_dequantized_latents(call: Any, slots: RowSlots) -> tuple[Tensor, Tensor]:
     return load_and_dequantize_latents(
-        call.ckv, call.kpe, call.ckv_scale_cache, slots.at, latent_format(call.format), _kv_scale(call)
+        call.ckv, call.kpe, call.ckv_scale_cache, slots.at, latent_format(call.format), _kv_scale_tensor(call)
     )
 
 
@@ -245,7 +245,7 @@ def request_and_index_of_rows(cu_rows: list[int], device: torch.device) -> tuple
     return request, torch.arange(cu_rows[0], cu_rows[-1], device=device) - bounds[request]
 
 
-def _kv_scale(call: Any) -> Tensor:
+def _kv_scale_tensor(call: Any) -> Tensor:
     """Returns the dequantizing scale of the cache, fp32 [1]; 1 for formats without one."""
     if call.kv_scale_t is not None:
         return call.kv_scale_t

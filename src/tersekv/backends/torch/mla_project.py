@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tersekv.formats import LATENT_GROUP
 
-from .exact import without_autocast
+from .exact import without_grad_and_autocast
 from .mla_latents import quantize_gemm_input_by_128_columns
 
 
@@ -22,16 +22,19 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@without_autocast
+@without_grad_and_autocast
 def run(call: Any, config: None) -> None:
     if not call.out.numel():
         return
     x, weight, scale = call.x.transpose(0, 1), call.weight, call.weight_scale
-    out = torch.bmm(x, weight.transpose(1, 2)) if scale is None else _blockwise_scaled_matmul(x, weight, scale)
+    if scale is None:
+        out = torch.bmm(x, weight.transpose(1, 2))
+    else:
+        out = _quantize_rows_and_matmul_blockwise(x, weight, scale)
     call.out.copy_(out.transpose(0, 1))
 
 
-def _blockwise_scaled_matmul(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+def _quantize_rows_and_matmul_blockwise(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """Returns x [H, T, K] × weight [H, N, K] → [H, T, N] fp32, summed over blocks of 128 columns in order."""
     codes, scale = quantize_gemm_input_by_128_columns(x)
     out = x.new_zeros((*x.shape[:2], weight.shape[1]), dtype=torch.float32)

@@ -28,11 +28,11 @@ class PagedSource(Protocol):
     heads: int
     widest: int  # columns of the longest row of keys or values
 
-    def keys(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
+    def load_k_parts_and_scale(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
         """Returns parts [B * H, C, D_i] of the keys, and a scale per key [B * H, C] for its scores."""
 
-    def values(self, at: KeySlots) -> tuple[Tensor, Tensor | None]:
-        """Returns values [B * H, C, Dv] and a scale per value [B * H, C]; called after `keys` with the same `at`."""
+    def load_v_and_scale(self, at: KeySlots, k_parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Returns values [B * H, C, Dv] and a scale per value [B * H, C]. k_parts: of these keys; MLA's are values."""
 
 
 class SoftmaxState(NamedTuple):
@@ -56,11 +56,11 @@ class Results:
         """Copies batch_out [B * H, Q * G, Dv] and batch_lse [B * H, Q * G] into the rows of a batch."""
         b, q = batch.rows.shape
         t = batch.rows.flatten()
-        self.out.index_copy_(0, t, _heads_by_row(batch_out, b, q))
-        self.lse.index_copy_(0, t, _heads_by_row(batch_lse[..., None], b, q)[..., 0])
+        self.out.index_copy_(0, t, _regroup_kv_head_rows_by_token(batch_out, b, q))
+        self.lse.index_copy_(0, t, _regroup_kv_head_rows_by_token(batch_lse[..., None], b, q)[..., 0])
 
-    def store_outputs_and_lses(self, call: Any, out_multiplier: float | Tensor) -> None:
-        """Store outputs × out_multiplier in call.out, in its dtype (fp8 saturates, NaN stays NaN), and the LSEs."""
+    def store_outputs_lses_and_max_logits(self, call: Any, out_multiplier: float | Tensor) -> None:
+        """Store outputs × out_multiplier in call.out's dtype (fp8 saturates, NaN stays NaN), LSEs and max_logits."""
         x = self.out[:-1] * out_multiplier
         if call.out.dtype in FP8:
             largest = torch.finfo(call.out.dtype).max
@@ -85,10 +85,11 @@ def rows_by_kv_head(x: Tensor, batch: Batch, heads: int) -> Tensor:
     return x.view(b, q, heads, -1, x.shape[-1]).transpose(1, 2).reshape(b * heads, -1, x.shape[-1])
 
 
-def _heads_by_row(x: Tensor, b: int, q: int) -> Tensor:
+def _regroup_kv_head_rows_by_token(x: Tensor, num_requests: int, seqlen_q: int) -> Tensor:
     """Returns [B * H, Q * G, D] as [B * Q, H * G, D]."""
     d = x.shape[-1]
-    return x.view(b, -1, q, x.shape[1] // q, d).transpose(1, 2).reshape(b * q, -1, d)
+    x = x.view(num_requests, -1, seqlen_q, x.shape[1] // seqlen_q, d)
+    return x.transpose(1, 2).reshape(num_requests * seqlen_q, -1, d)
 
 
 def attend_to_batch_keys(
@@ -130,7 +131,7 @@ def _online_softmax_step(
     softmax_state: SoftmaxState | None,
 ) -> SoftmaxState:
     # QK
-    keys, factor = source.keys(at)
+    keys, factor = source.load_k_parts_and_scale(at)
     s = torch.bmm(q_scaled[0], keys[0].transpose(1, 2))
     for q_part, k_part in zip(q_scaled[1:], keys[1:], strict=True):
         s.baddbmm_(q_part, k_part.transpose(1, 2))
@@ -138,7 +139,7 @@ def _online_softmax_step(
         s.mul_(factor[:, None])
     if softcap:
         s.div_(softcap).tanh_().mul_(softcap)
-    _mask_scores(s, visible, source.heads, -torch.inf)
+    _mask_scores_in_place(s, visible, source.heads, -torch.inf)
 
     # Online softmax
     top = s.amax(-1, keepdim=True)
@@ -148,10 +149,10 @@ def _online_softmax_step(
     p = s.sub_(base).exp_()
     total = p.sum(-1, keepdim=True)
     # PV
-    values, factor = source.values(at)
+    values, factor = source.load_v_and_scale(at, keys)
     if factor is not None:
         p.mul_(factor[:, None])
-        _mask_scores(p, visible, source.heads, 0.0)  # the scale of a masked value may be NaN
+        _mask_scores_in_place(p, visible, source.heads, 0.0)  # the scale of a masked value may be NaN
     acc = _multiply_pv_without_masked_values(p, values, visible, source.heads)
     if softmax_state is None:
         return SoftmaxState(top, total, acc)
@@ -160,10 +161,10 @@ def _online_softmax_step(
     return SoftmaxState(top, total.addcmul_(softmax_state.total, old), acc.addcmul_(softmax_state.acc, old))
 
 
-def _mask_scores(x: Tensor, visible: Tensor, num_kv_heads: int, value: float) -> None:
+def _mask_scores_in_place(x: Tensor, visible: Tensor, num_kv_heads: int, fill_value: float) -> None:
     """Fill entries of x [B * H, Q * G, C] where `visible` [B, Q, C] is False."""
     b, q, c = visible.shape
-    x.view(b, num_kv_heads, q, -1, c).masked_fill_(~visible[:, None, :, None], value)
+    x.view(b, num_kv_heads, q, -1, c).masked_fill_(~visible[:, None, :, None], fill_value)
 
 
 def _multiply_pv_without_masked_values(p: Tensor, values: Tensor, visible: Tensor, num_kv_heads: int) -> Tensor:

@@ -97,11 +97,13 @@ def quantize_rows(
     if f.scale == TENSOR:
         return cast_fp8(x * multiplier, f.storage), None
     if f.scale == BLOCK:
+        if global_scale is None:
+            global_scale = reciprocal(multiplier if isinstance(multiplier, Tensor) else x.new_full((), multiplier))
         return _quantize_nvfp4(x, f, multiplier, global_scale)
     if f.scale == GROUP:
         return _quantize_latent_groups(x, f)
     if f.scale == UE8M0:
-        return _quantize_ue8m0(x, f)
+        return _quantize_ue8m0_with_bf16_tail(x, f)
     if f.code == "int4":
         return _quantize_int4(x, widen_int4_range_to_0)
     scales = _divide_rounded(row_abs_max(x), f.max_value).clamp(min=MIN_TOKEN_HEAD_SCALE)
@@ -117,7 +119,7 @@ def dequantize(codes: Tensor, scales: Tensor | None, f: KVFormat, scale: Scale =
     """
     if f.scale == UE8M0:
         assert scales is not None
-        return _dequantize_ue8m0(codes, scales, f)
+        return _dequantize_ue8m0_with_bf16_tail(codes, scales, f)
     x = unpack_e2m1_to_fp32(codes) if f.code == "e2m1" else codes.to(torch.float32)
     if f.code == "int4":
         assert scales is not None
@@ -197,9 +199,7 @@ def ceil_power_of_two(x: Tensor) -> Tensor:
     return ((x.view(torch.int32) + _MANTISSA) & _EXPONENT).view(torch.float32)
 
 
-def _quantize_nvfp4(x: Tensor, f: KVFormat, multiplier: Scale, global_scale: Scale | None) -> tuple[Tensor, Tensor]:
-    if global_scale is None:
-        global_scale = reciprocal(multiplier if isinstance(multiplier, Tensor) else x.new_full((), multiplier))
+def _quantize_nvfp4(x: Tensor, f: KVFormat, multiplier: Scale, global_scale: Scale) -> tuple[Tensor, Tensor]:
     blocks = x.unflatten(-1, (-1, f.scale_block))
     scales = cast_fp8(_divide_rounded(row_abs_max(blocks), f.max_value) * multiplier, torch.float8_e4m3fn)
     s = scales.to(torch.float32)
@@ -239,7 +239,7 @@ def _quantize_latent_groups(x: Tensor, f: KVFormat) -> tuple[Tensor, Tensor]:
     return cast_fp8(groups * reciprocal(scales)[..., None], f.storage).flatten(-2), scales
 
 
-def _quantize_ue8m0(x: Tensor, f: KVFormat) -> tuple[Tensor, Tensor]:
+def _quantize_ue8m0_with_bf16_tail(x: Tensor, f: KVFormat) -> tuple[Tensor, Tensor]:
     """Returns codes and the bytes of their scales; with a tail the bytes of codes and of the tail."""
     dim = x.shape[-1]
     groups = x[..., : dim - f.tail].unflatten(-1, (-1, f.scale_block))
@@ -253,7 +253,7 @@ def _quantize_ue8m0(x: Tensor, f: KVFormat) -> tuple[Tensor, Tensor]:
     return torch.cat([codes.view(torch.uint8), tail], -1), stored
 
 
-def _dequantize_ue8m0(codes: Tensor, scales: Tensor, f: KVFormat) -> Tensor:
+def _dequantize_ue8m0_with_bf16_tail(codes: Tensor, scales: Tensor, f: KVFormat) -> Tensor:
     """Returns fp32 [..., D] of rows of bytes and the bytes of their scales."""
     rows, exponent = codes.contiguous().view(torch.uint8), scales.to(torch.int32)
     end = rows.shape[-1] - 2 * f.tail

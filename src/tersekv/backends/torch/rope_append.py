@@ -11,10 +11,10 @@ from torch import Tensor
 from tersekv.formats import CHANNELS, PAIRS, ROTATION
 
 from .append import rotate_quantize_and_scatter_kv, why_no_codec_pair
-from .exact import without_autocast
+from .exact import without_grad_and_autocast
 from .quantize import cast_rounded, quantizing_multiplier
 from .rope import apply_rope, lookup_cos_sin_and_validity
-from .slots import skipped_tokens, tokens_pages_and_slots_to_write
+from .slots import mask_of_negative_index_tokens, tokens_pages_and_slots_to_write
 
 SUPPORTS = (PAIRS, ROTATION, CHANNELS)
 
@@ -27,7 +27,7 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@without_autocast
+@without_grad_and_autocast
 def run(call: Any, config: None) -> None:
     if call.k_rope.shape[0] == 0:
         return
@@ -53,7 +53,7 @@ def store_roped_scaled_or_zero_queries(
     """
     zero = None if has_position is None else ~has_position
     if call.zero_padding:
-        zero = skipped_tokens(call) if zero is None else zero | skipped_tokens(call)
+        zero = mask_of_negative_index_tokens(call) if zero is None else zero | mask_of_negative_index_tokens(call)
     for x, out, rotary in ((call.q_rope, call.q_rope_out, True), (call.q_nope, call.q_nope_out, False)):
         if x is None:
             continue

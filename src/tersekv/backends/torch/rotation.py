@@ -15,14 +15,14 @@ from .quantize import reciprocal
 Attributes = tuple[Tensor | None, Tensor | None]
 
 
-def scale_and_rotate_rows(x: Tensor, signs: Tensor | None, channel_scale: Tensor | None) -> Tensor:
-    """Returns rows [T, H, D] fp32, scaled and rotated for quantization."""
+def divide_by_channel_scale_and_rotate(x: Tensor, signs: Tensor | None, channel_scale: Tensor | None) -> Tensor:
+    """Returns rows [T, H, D] fp32, divided by channel scales and rotated for quantization."""
     if channel_scale is not None:
         x = x * reciprocal(channel_scale)
     return x if signs is None else _signed_normalized_hadamard(x, signs, len(signs))
 
 
-def scale_and_rotate_query(call: Any) -> Tensor:
+def multiply_q_by_k_channel_scale_and_rotate(call: Any) -> Tensor:
     """Returns q of a call in fp32, scaled and rotated to match the stored keys."""
     q = call.q.to(torch.float32)
     if call.k_channel_scale is not None:
@@ -30,13 +30,14 @@ def scale_and_rotate_query(call: Any) -> Tensor:
     return q if call.k_signs is None else _signed_normalized_hadamard(q, call.k_signs, len(call.k_signs))
 
 
-def unrotate_and_scale_output(call: Any, out: Tensor) -> Tensor:
+def unrotate_and_multiply_by_v_channel_scale(call: Any, out: Tensor) -> Tensor:
     """Returns outputs [T, Hq, Dv] fp32, unrotated and multiplied by the channel scales of V."""
     scale = call.v_channel_scale
-    return unrotate_and_scale(out, call.v_signs, None if scale is None else _of_query_heads(scale, out))
+    scale = None if scale is None else _of_query_heads(scale, out)
+    return unrotate_and_multiply_by_channel_scale(out, call.v_signs, scale)
 
 
-def unrotate_and_scale(x: Tensor, signs: Tensor | None, channel_scale: Tensor | None) -> Tensor:
+def unrotate_and_multiply_by_channel_scale(x: Tensor, signs: Tensor | None, channel_scale: Tensor | None) -> Tensor:
     """Returns outputs [..., Dv], unrotated and multiplied by channel scales that broadcast against them."""
     if signs is not None:
         b = len(signs)
@@ -63,9 +64,9 @@ def convert_rotation_and_scales_and_find_unchanged_heads(
         same = same & (signs == new_signs).all()
     elif signs is not new_signs:
         same = torch.zeros_like(same)
-    y = unrotate_and_scale(x, signs, None)
+    y = unrotate_and_multiply_by_channel_scale(x, signs, None)
     y = torch.where(same_channels[:, None], y, y * old * reciprocal(new))
-    return torch.where(same[:, None], x, scale_and_rotate_rows(y, new_signs, None)), same
+    return torch.where(same[:, None], x, divide_by_channel_scale_and_rotate(y, new_signs, None)), same
 
 
 def hadamard(x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def tokens_pages_and_slots_to_write(
     """
     if num_pages == 0:
         return None
-    slot = flat_slots(call, num_pages, page_size)
+    slot = flat_slots_possibly_outside_cache(call, num_pages, page_size)
     live = (slot >= 0) & (slot < num_pages * page_size)
     if keep is not None:
         live = live & keep
@@ -42,7 +42,7 @@ def tokens_pages_and_slots_to_write(
     return TokensPagesAndSlots(token, slot // page_size, slot % page_size, any_written)
 
 
-def flat_slots(call: Any, num_pages: int, page_size: int) -> Tensor:
+def flat_slots_possibly_outside_cache(call: Any, num_pages: int, page_size: int) -> Tensor:
     """Returns page * S + offset of each token, [T] int64; negative, or past the last slot, for one without a slot."""
     if call.slot_mapping is not None:
         return call.slot_mapping.to(torch.int64)
@@ -60,7 +60,7 @@ def flat_slots(call: Any, num_pages: int, page_size: int) -> Tensor:
     return torch.where(live, page * page_size + pos % page_size, -1)
 
 
-def skipped_tokens(call: Any) -> Tensor:
+def mask_of_negative_index_tokens(call: Any) -> Tensor:
     """Returns which tokens the caller skips with a negative index, [T] bool."""
     index = call.batch_indices if call.slot_mapping is None else call.slot_mapping
     return index.to(torch.int64) < 0

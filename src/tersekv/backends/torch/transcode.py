@@ -11,7 +11,7 @@ from torch import Tensor
 from tersekv.formats import ALL_FORMATS, CHANNELS, PAIRS, ROTATION
 
 from . import rotation
-from .exact import without_autocast
+from .exact import without_grad_and_autocast
 from .quantize import dequantize, quantize_rows, reciprocal, why_no_codec
 from .slots import TokensPagesAndSlots, scatter_rows, tokens_pages_and_slots_to_write
 
@@ -30,7 +30,7 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@without_autocast
+@without_grad_and_autocast
 def run(call: Any, config: None) -> None:
     if not call.src_k.shape[0] or not call.k_cache.shape[0]:
         return
@@ -71,7 +71,7 @@ def _transcode_k_or_v(
     codes = _load_rows(getattr(call, f"src_{side}"), src_page, src_slot)
     stored = getattr(call, f"src_{side}_scale_cache")
     stored = None if stored is None else _load_rows(stored, src_page, src_slot)
-    old, new = (_dequantizing_scale(call, f"{prefix}{side}_scale", codes) for prefix in ("src_", ""))
+    old, new = (_scale_as_fp32_tensor(call, f"{prefix}{side}_scale", codes.device) for prefix in ("src_", ""))
     attributes = [
         (getattr(call, f"{prefix}{side}_signs"), getattr(call, f"{prefix}{side}_channel_scale"))
         for prefix in ("src_", "")
@@ -101,10 +101,10 @@ def _load_rows(x: Tensor, page: Tensor, entry: Tensor) -> Tensor:
     return (x.view(torch.uint8) if x.element_size() == 1 else x)[page, entry].view(x.dtype)
 
 
-def _dequantizing_scale(call: Any, name: str, like: Tensor) -> Tensor:
+def _scale_as_fp32_tensor(call: Any, scale_name: str, device: torch.device) -> Tensor:
     """Returns the dequantising scale, fp32 [1] or [H]."""
-    value, tensor = getattr(call, name), getattr(call, f"{name}_t")
-    return torch.full((1,), value, dtype=torch.float32, device=like.device) if tensor is None else tensor
+    value, tensor = getattr(call, scale_name), getattr(call, f"{scale_name}_t")
+    return torch.full((1,), value, dtype=torch.float32, device=device) if tensor is None else tensor
 
 
 def _keep_equal_rows(unchanged: Tensor, src_rows: Tensor, converted_rows: Tensor) -> Tensor:
