@@ -13,6 +13,7 @@ from ...formats import LATENT_SINKS, LISTS, LSE_OF_KEYS, UE8M0, latent_format
 from ..host import launch
 from ..host.attention_launches import (
     attention_launches,
+    epilogue_softmax_scale_and_varlen_constants,
     output_and_workspace_args,
     page_table_lengths_and_softmax_scale_args,
 )
@@ -144,8 +145,9 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
     )
     constants = (
         portable._latent_format_and_operand_constants(f, fmt)
-        | portable._shape_tile_and_split_constants(f, fmt, tile_config, num_head_blocks, True)
-        | portable._sinks_scale_and_output_constants(f)
+        | portable._shape_tile_and_partial_layout_constants(f, fmt, tile_config, num_head_blocks, True)
+        | epilogue_softmax_scale_and_varlen_constants(f)
+        | portable._sinks_and_v_scale_constants(f)
     )
     # Rows of partial results start at 32-byte sectors: 5 µs less at 1 × 8K, 128 heads.
     constants["PARTIAL_COLUMNS"] = RANK + 8

@@ -59,15 +59,14 @@ def _make_launches_and_workspace(
         return portable.make_append_and_chunk_launches(f, portable_cfg)
     if not portable.has_keys_and_queries(f):
         return LaunchSequence(
-            make_rope_norm_store_launch(f, portable_cfg.native_casts, store_empty_outputs=True, use_pdl=uses_pdl(f))
+            make_rope_norm_store_launch(f, portable_cfg.native_casts, store_all_outputs_empty=True, use_pdl=uses_pdl(f))
         )
     launches = [make_rope_norm_store_launch(f, portable_cfg.native_casts, rope_queries=False)]
     launches += _gather_gemm_and_attention_launches(f, portable_cfg, use_gluon_gemm, launch.num_sms(f), uses_pdl(f))
     # WORK_COUNTER: see `attention.make_attention_launch`; the last is unused. MAY_HAVE_NAN: the row's V may be NaN.
-    _, max_rows = portable.nonempty_chunks(f)
     workspace_tensors = portable.workspace_tensors(f) | {
         "WORK_COUNTER": ((4,), torch.int32),
-        "MAY_HAVE_NAN": ((max_rows,), torch.int8),
+        "MAY_HAVE_NAN": ((max(f.buffer_lengths),), torch.int8),
     }
     return LaunchSequence(*launches, workspace=Workspace(0, workspace_tensors, portable.MAX_CACHED_WORKSPACE))
 
@@ -80,7 +79,7 @@ def _gather_gemm_and_attention_launches(
     # Imported only after `why_not` has checked the version and the chip.
     from .sm90.mla_prefill import attention, blockwise_gemm, gather_latents, three_warpgroups
 
-    chunks, max_rows = portable.nonempty_chunks(f)
+    chunks, max_rows = portable.nonempty_chunk_indices_and_num_rows(f), max(f.buffer_lengths)
     use_three_warpgroups = (
         len(chunks) == 1
         and use_gluon_gemm

@@ -116,7 +116,7 @@ def make_projection_launch(f: SimpleNamespace, choice: ProjectionConfig, x_name:
     arguments = tensor_args(BYTES, X=x_name, W=weight_name, W_SCALE=scale_name, OUT=out_name) | {
         "T": tokens, **stride_args(f.x, stride_x="th"), **stride_args(f.weight, stride_w="hn"),
         **stride_args(f.weight_scale, stride_s="hn"), **stride_args(f.out, stride_o="th"), "N": columns, "K": rank,
-        **projection_constants(choice),
+        **project_head_constexprs(choice),
     }  # fmt: skip
     grid = (heads, -(-columns // t.block_n), -(-tokens // t.block_m))
     options = {"launch_pdl": True} if choice.uses_pdl else {}
@@ -125,7 +125,7 @@ def make_projection_launch(f: SimpleNamespace, choice: ProjectionConfig, x_name:
     return KernelLaunch(project_kernel, grid, arguments, num_warps=t.warps, enable_fp_fusion=enable_fma, **options)
 
 
-def projection_constants(choice: ProjectionConfig) -> dict[str, Any]:
+def project_head_constexprs(choice: ProjectionConfig) -> dict[str, Any]:
     """Returns compile-time constants of a kernel that calls `project_head`."""
     t = choice.tile
     return {

@@ -36,12 +36,12 @@ from .parts.quant import BLOCK, GROUP, TENSOR, TOKEN_HEAD, ZERO_POINT, quantize_
 from .parts.token_rows import cache_row_offsets, clamped_token_and_head_of_rows, interleave_pairs
 
 SUPPORTS = (PAIRS, ROTATION, CHANNELS)
-_SIDES = ("k", "v")
+_K_AND_V = ("k", "v")
 _TENSOR_ARGS = tensor_args(
     BYTES, p_src_page_table="src_pages", p_dst_page_table="dst_pages", p_num_tokens="num_tokens_t",
     p_layer_table="layers", **{
-        f"p_{of}_{side}_{what}": field.format(side)
-        for side in _SIDES
+        f"p_{of}_{k_or_v}_{what}": field.format(k_or_v)
+        for k_or_v in _K_AND_V
         for of, fields in (
             ("src", ("src_{}", "src_{}_scale_cache", "src_{}_scale_t", "src_{}_signs", "src_{}_channel_scale")),
             ("dst", ("{}_cache", "{}_scale_cache", "{}_scale_t", "{}_signs", "{}_channel_scale")),
@@ -56,7 +56,7 @@ _TILE_CODES = {  # and from what
     **dict.fromkeys(("e4m3", "bf16", "fp16"), ("int4",)),
 }
 _WARPS = 1  # of programs of such rows
-_MAX_ROWS = 1 << 31  # of a side, that 32 bits count
+_MAX_ROWS = 1 << 31  # of K or of V, that 32 bits count
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def load_live_rows(p, o_rows, m_live, D: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
-def decode_elements(codes, FORMAT: tl.constexpr, NATIVE_E4M3: tl.constexpr):
+def codes_to_fp32(codes, FORMAT: tl.constexpr, NATIVE_E4M3: tl.constexpr):
     """Returns stored elements as fp32 numbers, exactly: [ROWS, D_PAD]; int4 with its zero point."""
     if FORMAT.CODE == BF16 or FORMAT.CODE == FP16:
         return codes.to(tl.float32)
@@ -136,7 +136,7 @@ def dequantize_rows(
 ):  # fmt: skip
     """Returns rows [ROWS, D_PAD] fp32: code × stored scale × scale; columns from D on are 0."""
     ROWS: tl.constexpr = codes.shape[0]
-    x = decode_elements(codes, FORMAT, NATIVE_E4M3)
+    x = codes_to_fp32(codes, FORMAT, NATIVE_E4M3)
     if FORMAT.SCALE == TOKEN_HEAD:
         stored = tl.load(p_stored_scales + o_stored_scales, mask=m_live, other=0.0)
         if FORMAT.CODE == INT4:
@@ -159,8 +159,8 @@ def dequantize_rows(
 
 
 @triton.jit
-def count_unequal_signs(src_attributes, dst_attributes, NUM_SIGNS: tl.constexpr):
-    """Returns how many signs differ, all if rows of one side are not rotated: int32 [1, 1]."""
+def count_unequal_hadamard_signs(src_attributes, dst_attributes, NUM_SIGNS: tl.constexpr):
+    """Returns how many signs differ, all if only one side is rotated: int32 [1, 1]."""
     p_src_signs, src_distance, _, _, _ = src_attributes
     p_dst_signs, dst_distance, _, _, _ = dst_attributes
     if p_src_signs is None and p_dst_signs is None:
@@ -219,28 +219,30 @@ def unrotate_rescale_channels_and_rotate(x, src_attributes, dst_attributes, uneq
 
 
 @triton.jit
-def load_scale_of_rows(
-    p_stored_scales, o_stored_scales, m_live, p_scale, scale, p_layer_table, head, SIDE: tl.constexpr,
+def load_src_row_scales(
+    p_stored_scales, o_stored_scales, m_live, p_scale, scale, p_layer_table, head, IS_V: tl.constexpr,
     FORMAT: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Returns the one scale of source rows, stored with each or of the tensor: [ROWS, 1] or [1, 1]."""
+    """Returns the one scale of each row, stored with it or of the tensor: [ROWS, 1] or [1, 1]."""
     if FORMAT.SCALE == TENSOR:
-        return load_dequantizing_scale(p_scale, scale, p_layer_table, 8 + SIDE, 20 + SIDE, head, PER_HEAD)
+        return load_dequantizing_scale(p_scale, scale, p_layer_table, 8 + IS_V, 20 + IS_V, head, PER_HEAD)
     else:
         return tl.load(p_stored_scales + o_stored_scales, mask=m_live, other=0.0)
 
 
 @triton.jit
-def load_nvfp4_scales(p_scale, scale, p_layer_table, head, SIDE: tl.constexpr, PER_HEAD: tl.constexpr):
-    """Returns (quantizing scale, global scale) of nvfp4 rows."""
-    dst_scale = load_dequantizing_scale(p_scale, scale, p_layer_table, 10 + SIDE, 22 + SIDE, head, PER_HEAD)
-    quant_scale = reciprocal_rn(dst_scale)
-    return quant_scale, reciprocal_rn(quant_scale) if p_scale is None else dst_scale
+def load_nvfp4_quant_and_global_scales(
+    p_dst_scale, dst_scale, p_layer_table, head, IS_V: tl.constexpr, PER_HEAD: tl.constexpr
+):
+    """Returns (quantizing scale, global scale)."""
+    scale = load_dequantizing_scale(p_dst_scale, dst_scale, p_layer_table, 10 + IS_V, 22 + IS_V, head, PER_HEAD)
+    quant_scale = reciprocal_rn(scale)
+    return quant_scale, reciprocal_rn(quant_scale) if p_dst_scale is None else scale
 
 
 @triton.jit
 def load_dequantized_tiles_and_row_min_max(
-    p_src, o_src, p_stored_scales, o_stored_scales, m_live, p_scale, scale, p_layer_table, head, SIDE: tl.constexpr,
+    p_src, o_src, p_stored_scales, o_stored_scales, m_live, p_scale, scale, p_layer_table, head, IS_V: tl.constexpr,
     D: tl.constexpr,
     THREADS_PER_ROW: tl.constexpr, FORMAT: tl.constexpr, PER_HEAD: tl.constexpr, p_dst_signs, NATIVE_E4M3: tl.constexpr,
     USE_PTX: tl.constexpr,
@@ -256,8 +258,8 @@ def load_dequantized_tiles_and_row_min_max(
     if p_dst_signs is not None and FORMAT.CODE == INT8:
         tiles = flip_signs(tiles, signs)
     if FORMAT.SCALE == TOKEN_HEAD or FORMAT.SCALE == TENSOR:
-        factor = load_scale_of_rows(
-            p_stored_scales, o_stored_scales, m_live, p_scale, scale, p_layer_table, head, SIDE, FORMAT, PER_HEAD
+        factor = load_src_row_scales(
+            p_stored_scales, o_stored_scales, m_live, p_scale, scale, p_layer_table, head, IS_V, FORMAT, PER_HEAD
         )
         scaled = ()
         for j in tl.static_range(PACK):
@@ -270,13 +272,13 @@ def load_dequantized_tiles_and_row_min_max(
 
 @triton.jit
 def transcode_rows(
-    i_block, token_count_args, page_args, src, dst, head_strides, p_layer_table, SIDE: tl.constexpr,
+    i_block, token_count_args, page_args, src, dst, head_strides, p_layer_table, IS_V: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, SRC_PAGE: tl.constexpr,
     DST_PAGE: tl.constexpr, SRC_FORMAT: tl.constexpr, DST_FORMAT: tl.constexpr, SRC_PER_HEAD: tl.constexpr,
     DST_PER_HEAD: tl.constexpr, COPY_ALL_ROWS: tl.constexpr, STRIDE_UNIT: tl.constexpr, NATIVE_E4M3: tl.constexpr,
     NATIVE_FP8_CAST: tl.constexpr, THREADS_PER_ROW: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Transcodes one block of rows of K (SIDE 0) or V (1).
+    """Transcodes one block of rows of K (IS_V 0) or V (1).
 
     token_count_args:  (most tokens, pointer to their number or None)
     page_args:     pointers src_pages and dst_pages, pages of either cache
@@ -290,9 +292,9 @@ def transcode_rows(
     src_page, src_slot, live = load_page_slot_and_validity(token, p_src_page_table, num_src_pages, live, SRC_PAGE)
     dst_page, dst_slot, live = load_page_slot_and_validity(token, p_dst_page_table, num_dst_pages, live, DST_PAGE)
     m_live = live[:, None]
-    p_src = src[0] + load_layer_offset_in_elements(p_layer_table, SIDE, src[0].dtype.element_ty.primitive_bitwidth // 8)
+    p_src = src[0] + load_layer_offset_in_elements(p_layer_table, IS_V, src[0].dtype.element_ty.primitive_bitwidth // 8)
     p_dst = dst[0] + load_layer_offset_in_elements(
-        p_layer_table, 4 + SIDE, dst[0].dtype.element_ty.primitive_bitwidth // 8
+        p_layer_table, 4 + IS_V, dst[0].dtype.element_ty.primitive_bitwidth // 8
     )
     o_src = cache_row_offsets(src_page, src_slot, head, src[6], STRIDE_UNIT)
     o_dst = cache_row_offsets(dst_page, dst_slot, head, dst[6], STRIDE_UNIT)
@@ -300,21 +302,23 @@ def transcode_rows(
     p_src_stored, p_dst_stored = src[1], dst[1]
     o_src_stored = cache_row_offsets(src_page, src_slot, head, src[7], 1)
     o_dst_stored = cache_row_offsets(dst_page, dst_slot, head, dst[7], 1)
-    o_src_stored += load_layer_offset_in_elements(p_layer_table, 2 + SIDE, 1 if SRC_FORMAT.SCALE == BLOCK else 4)
-    o_dst_stored += load_layer_offset_in_elements(p_layer_table, 6 + SIDE, 1 if DST_FORMAT.SCALE == BLOCK else 4)
+    o_src_stored += load_layer_offset_in_elements(p_layer_table, 2 + IS_V, 1 if SRC_FORMAT.SCALE == BLOCK else 4)
+    o_dst_stored += load_layer_offset_in_elements(p_layer_table, 6 + IS_V, 1 if DST_FORMAT.SCALE == BLOCK else 4)
 
     if THREADS_PER_ROW > 0 and SRC_FORMAT.CODE == INT4:
-        dst_scale = load_dequantizing_scale(dst[2], dst[5], p_layer_table, 10 + SIDE, 22 + SIDE, head, DST_PER_HEAD)
+        dst_scale = load_dequantizing_scale(dst[2], dst[5], p_layer_table, 10 + IS_V, 22 + IS_V, head, DST_PER_HEAD)
         transcode_int4_rows(
             p_src, o_src, p_src_stored, o_src_stored, p_dst, o_dst, m_live, reciprocal_rn(dst_scale), D,
             THREADS_PER_ROW, DST_FORMAT, NATIVE_FP8_CAST, USE_PTX,
         )  # fmt: skip
     elif THREADS_PER_ROW > 0 and DST_FORMAT.CODE == E2M1 and SRC_FORMAT.CODE == E4M3 and USE_PTX and NATIVE_E4M3:
         words = load_tiles_of_32bit_words(p_src, o_src, m_live, D // 4, THREADS_PER_ROW)
-        src_scale = load_scale_of_rows(
-            p_src_stored, o_src_stored, m_live, src[2], src[5], p_layer_table, head, SIDE, SRC_FORMAT, SRC_PER_HEAD
+        src_scale = load_src_row_scales(
+            p_src_stored, o_src_stored, m_live, src[2], src[5], p_layer_table, head, IS_V, SRC_FORMAT, SRC_PER_HEAD
         )
-        quant_scale, global_scale = load_nvfp4_scales(dst[2], dst[5], p_layer_table, head, SIDE, DST_PER_HEAD)
+        quant_scale, global_scale = load_nvfp4_quant_and_global_scales(
+            dst[2], dst[5], p_layer_table, head, IS_V, DST_PER_HEAD
+        )
         quantize_and_store_e4m3_words_as_nvfp4(
             words, src_scale, p_dst, p_dst_stored, o_dst, o_dst_stored, m_live, quant_scale, global_scale
         )
@@ -326,17 +330,17 @@ def transcode_rows(
         words = load_tiles_of_32bit_words(p_src, o_src, m_live, D // PACK, THREADS_PER_ROW)
         src_scale = 1.0
         if SRC_FORMAT.CODE == E4M3:
-            src_scale = load_scale_of_rows(
-                p_src_stored, o_src_stored, m_live, src[2], src[5], p_layer_table, head, SIDE, SRC_FORMAT, SRC_PER_HEAD
+            src_scale = load_src_row_scales(
+                p_src_stored, o_src_stored, m_live, src[2], src[5], p_layer_table, head, IS_V, SRC_FORMAT, SRC_PER_HEAD
             )
         quantize_and_store_words_as_int4(words, src_scale, p_dst, p_dst_stored, o_dst, o_dst_stored, m_live, SRC_FORMAT)
     elif THREADS_PER_ROW > 0:
         # The range, which nvfp4 has no use for, the compiler drops.
         tiles, row_range = load_dequantized_tiles_and_row_min_max(
-            p_src, o_src, p_src_stored, o_src_stored, m_live, src[2], src[5], p_layer_table, head, SIDE, D,
+            p_src, o_src, p_src_stored, o_src_stored, m_live, src[2], src[5], p_layer_table, head, IS_V, D,
             THREADS_PER_ROW,
             SRC_FORMAT, SRC_PER_HEAD, None if dst[3] is None else dst[3] + load_layer_offset_in_elements(p_layer_table,
-            14 + SIDE, 4),
+            14 + IS_V, 4),
             NATIVE_E4M3, USE_PTX,
         )  # fmt: skip
         if DST_FORMAT.CODE == INT4:
@@ -345,7 +349,9 @@ def transcode_rows(
             )  # fmt: skip
         else:
             tl.static_assert(DST_FORMAT.CODE == E2M1, "a code that tiles do not become")
-            quant_scale, global_scale = load_nvfp4_scales(dst[2], dst[5], p_layer_table, head, SIDE, DST_PER_HEAD)
+            quant_scale, global_scale = load_nvfp4_quant_and_global_scales(
+                dst[2], dst[5], p_layer_table, head, IS_V, DST_PER_HEAD
+            )
             quantize_and_store_nvfp4_tiles(
                 tiles, p_dst, p_dst_stored, o_dst, o_dst_stored, m_live, quant_scale, global_scale, USE_PTX
             )
@@ -357,20 +363,20 @@ def transcode_rows(
     codes = load_live_rows(p_src, o_src, m_live, D // PER_ELEMENT, D_PAD // PER_ELEMENT)
     SAME_FORMAT: tl.constexpr = SRC_FORMAT.CODE == DST_FORMAT.CODE and SRC_FORMAT.SCALE == DST_FORMAT.SCALE
     if not COPY_ALL_ROWS:
-        src_scale = load_dequantizing_scale(src[2], src[5], p_layer_table, 8 + SIDE, 20 + SIDE, head, SRC_PER_HEAD)
-        dst_scale = load_dequantizing_scale(dst[2], dst[5], p_layer_table, 10 + SIDE, 22 + SIDE, head, DST_PER_HEAD)
+        src_scale = load_dequantizing_scale(src[2], src[5], p_layer_table, 8 + IS_V, 20 + IS_V, head, SRC_PER_HEAD)
+        dst_scale = load_dequantizing_scale(dst[2], dst[5], p_layer_table, 10 + IS_V, 22 + IS_V, head, DST_PER_HEAD)
         src_attributes = (
-            src[3], load_layer_offset_in_elements(p_layer_table, 12 + SIDE, 4), src[4],
-            load_layer_offset_in_elements(p_layer_table, 16 + SIDE, 4),
+            src[3], load_layer_offset_in_elements(p_layer_table, 12 + IS_V, 4), src[4],
+            load_layer_offset_in_elements(p_layer_table, 16 + IS_V, 4),
             head_strides[0],
         )  # fmt: skip
         dst_attributes = (
-            dst[3], load_layer_offset_in_elements(p_layer_table, 14 + SIDE, 4), dst[4],
-            load_layer_offset_in_elements(p_layer_table, 18 + SIDE, 4),
+            dst[3], load_layer_offset_in_elements(p_layer_table, 14 + IS_V, 4), dst[4],
+            load_layer_offset_in_elements(p_layer_table, 18 + IS_V, 4),
             head_strides[1],
         )  # fmt: skip
         unequal_channels = count_unequal_channel_scales(src_attributes, dst_attributes, head, D, D_PAD)
-        unequal = unequal_channels + count_unequal_signs(src_attributes, dst_attributes, D & -D)
+        unequal = unequal_channels + count_unequal_hadamard_signs(src_attributes, dst_attributes, D & -D)
 
     # Rows that are the same on both sides.
     m_copy = m_live
@@ -464,11 +470,11 @@ def why_not(f: SimpleNamespace) -> str | None:
 def configure(f: SimpleNamespace) -> LaunchSequence:
     heads, tokens, num_layers = f.src_k.shape[2], f.num_tokens, 1 if f.layers is None else f.layers.shape[0]
     formats = {"k": (f.src_format, f.format), "v": (f.src_v_format, f.v_format)}
-    dims = {s: getattr(f, f"src_{s}").shape[3] * ALL_FORMATS[formats[s][0]].values_per_element for s in _SIDES}
-    pads = {s: max(row_programs.padded_columns(dims[s], name) for name in formats[s]) for s in _SIDES}
+    dims = {s: getattr(f, f"src_{s}").shape[3] * ALL_FORMATS[formats[s][0]].values_per_element for s in _K_AND_V}
+    pads = {s: max(row_programs.padded_columns(dims[s], name) for name in formats[s]) for s in _K_AND_V}
     elements = row_programs.program_elements(tokens * heads * sum(pads.values()) * num_layers)
     unit = row_programs.common_stride_unit_of_tensors(f.src_k, f.src_v, f.k_cache, f.v_cache)
-    threads = {s: _choose_threads_per_row(f, s, formats[s], dims[s], unit) for s in _SIDES}
+    threads = {s: _choose_threads_per_4bit_row_or_0(f, s, formats[s], dims[s], unit) for s in _K_AND_V}
     warps = 4
     if any(threads.values()):
         warps = _WARPS if elements == row_programs.MAX_ELEMENTS else 1
@@ -477,7 +483,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         s: row_programs.RowPrograms(tokens, heads, 1, 32 * warps // threads[s])
         if threads[s]
         else row_programs.RowPrograms(tokens, heads, pads[s], elements)
-        for s in _SIDES
+        for s in _K_AND_V
     }
     k_end, num_programs = row_programs.program_ends(programs["k"], programs["v"])
     if num_programs == 0 or not f.src_k.shape[0] or not f.k_cache.shape[0]:
@@ -488,7 +494,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "LAYER_TABLE_COLUMNS": 0 if f.layers is None else f.layers.shape[1], "NATIVE_E4M3": not launch.emulates_e4m3(f),
         "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f), "USE_PTX": launch.has_ptx(f),
     }  # fmt: skip
-    for s in _SIDES:
+    for s in _K_AND_V:
         arguments |= _k_or_v_args_without_tensors(f, s, formats[s], unit)
         arguments[f"THREADS_{s.upper()}"] = threads[s]
         arguments |= {f"D{s.upper()}": dims[s], f"D{s.upper()}_PAD": pads[s], f"ROWS_{s.upper()}": programs[s].rows}
@@ -496,7 +502,9 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     return LaunchSequence(KernelLaunch(transcode_kernel, (num_programs, num_layers), arguments, **options))
 
 
-def _choose_threads_per_row(f: SimpleNamespace, side: str, formats: tuple[str, str], dim: int, unit: int) -> int:
+def _choose_threads_per_4bit_row_or_0(
+    f: SimpleNamespace, k_or_v: str, formats: tuple[str, str], dim: int, stride_unit: int
+) -> int:
     """Returns how many threads share a row that has or gets 4 bits (`int4_rows`, `int4_words`, `nvfp4_rows`); 0: rows
     go by elements.
 
@@ -507,12 +515,13 @@ def _choose_threads_per_row(f: SimpleNamespace, side: str, formats: tuple[str, s
     rotated fp8 501, 260; element by element 528, 482.
     """
     src, dst = (ALL_FORMATS[name] for name in formats)
-    codes, cache = getattr(f, f"src_{side}"), getattr(f, f"{side}_cache")
-    names = [f"{side}_channel_scale", f"src_{side}_channel_scale", f"src_{side}_signs"]
-    rotated = getattr(f, f"{side}_signs") is not None
+    codes, cache = getattr(f, f"src_{k_or_v}"), getattr(f, f"{k_or_v}_cache")
+    names = [f"{k_or_v}_channel_scale", f"src_{k_or_v}_channel_scale", f"src_{k_or_v}_signs"]
+    rotated = getattr(f, f"{k_or_v}_signs") is not None
     if (
         src.code not in _TILE_CODES.get(dst.code, ()) or src.scale in (BLOCK, GROUP)
-        or dim & (dim - 1) or dim < 16 or not codes.aligned or not cache.aligned or unit * codes.dtype.itemsize % 16
+        or dim & (dim - 1) or dim < 16 or not codes.aligned or not cache.aligned
+        or stride_unit * codes.dtype.itemsize % 16
         or any(getattr(f, name) is not None for name in names)
     ):  # fmt: skip
         return 0
@@ -525,28 +534,32 @@ def _choose_threads_per_row(f: SimpleNamespace, side: str, formats: tuple[str, s
     return int(dim <= (128 if (f.arch or 0) < _FIRST_BLACKWELL else 64))
 
 
-def _k_or_v_args_without_tensors(f: SimpleNamespace, side: str, formats: tuple[str, str], unit: int) -> dict[str, Any]:
+def _k_or_v_args_without_tensors(
+    f: SimpleNamespace, k_or_v: str, formats: tuple[str, str], stride_unit: int
+) -> dict[str, Any]:
     """The arguments of K or V that are no tensors, by name."""
     found: dict[str, Any] = {}
-    fields = (("src", "src_", f"src_{side}", formats[0]), ("dst", "", f"{side}_cache", formats[1]))
+    fields = (("src", "src_", f"src_{k_or_v}", formats[0]), ("dst", "", f"{k_or_v}_cache", formats[1]))
     for of, prefix, codes, name in fields:
-        stored, scale = getattr(f, f"{prefix}{side}_scale_cache"), f"{prefix}{side}_scale"
+        stored, scale = getattr(f, f"{prefix}{k_or_v}_scale_cache"), f"{prefix}{k_or_v}_scale"
         found |= {
-            f"{of}_{side}_scale": getattr(f, scale),
-            f"strides_{of}_{side}": row_programs.strides_in_units(getattr(f, codes), 3, unit),
-            f"strides_{of}_{side}_stored": row_programs.scale_strides(stored),
-            f"{of.upper()}_{side.upper()}_FORMAT": row_programs.stored_format(name),
-            f"{of.upper()}_{side.upper()}_PER_HEAD": row_programs.per_head(getattr(f, f"{scale}_t")),
+            f"{of}_{k_or_v}_scale": getattr(f, scale),
+            f"strides_{of}_{k_or_v}": row_programs.strides_in_units(getattr(f, codes), 3, stride_unit),
+            f"strides_{of}_{k_or_v}_stored": row_programs.scale_strides(stored),
+            f"{of.upper()}_{k_or_v.upper()}_FORMAT": row_programs.stored_format(name),
+            f"{of.upper()}_{k_or_v.upper()}_PER_HEAD": row_programs.per_head(getattr(f, f"{scale}_t")),
         }
-    channels = [getattr(f, f"{prefix}{side}_channel_scale") for prefix in ("src_", "")]
-    found[f"head_strides_{side}"] = tuple(row_programs.strides_in_units(x, 1)[0] for x in channels)
-    return found | {f"COPY_{side.upper()}": _all_rows_equal_by_facts(f, side, formats)}
+    channels = [getattr(f, f"{prefix}{k_or_v}_channel_scale") for prefix in ("src_", "")]
+    found[f"head_strides_{k_or_v}"] = tuple(row_programs.strides_in_units(x, 1)[0] for x in channels)
+    return found | {f"COPY_{k_or_v.upper()}": _all_rows_equal_by_facts(f, k_or_v, formats)}
 
 
-def _all_rows_equal_by_facts(f: SimpleNamespace, side: str, formats: tuple[str, str]) -> bool:
+def _all_rows_equal_by_facts(f: SimpleNamespace, k_or_v: str, formats: tuple[str, str]) -> bool:
     """Returns whether the facts alone say that all rows are the same on both sides."""
-    names = [f"{prefix}{side}_{what}" for prefix in ("src_", "") for what in ("scale_t", "signs", "channel_scale")]
-    equal = torch.tensor([getattr(f, f"{prefix}{side}_scale") for prefix in ("src_", "")], dtype=torch.float32).unique()
+    names = [f"{prefix}{k_or_v}_{what}" for prefix in ("src_", "") for what in ("scale_t", "signs", "channel_scale")]
+    equal = torch.tensor(
+        [getattr(f, f"{prefix}{k_or_v}_scale") for prefix in ("src_", "")], dtype=torch.float32
+    ).unique()
     return formats[0] == formats[1] and len(equal) == 1 and all(getattr(f, name) is None for name in names)
 
 

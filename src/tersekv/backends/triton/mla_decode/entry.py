@@ -59,7 +59,7 @@ from .config import TileConfig, choose_tile_config
 from .kernels import stream_k_mla_decode_kernel
 from .two_sets import (
     EXTRA_NAMES,
-    facts_with_unscaled_fp32_out_and_lse,
+    facts_with_dense_fp32_out_and_lse,
     launches_with_renamed_tensors,
     pass_and_merge_launches,
 )
@@ -186,7 +186,11 @@ def configure(f: SimpleNamespace) -> Config:
     if f.indices.shape[-1] == 0:
         alone = configure_one_key_set(second)
         return alone._replace(launches=launches_with_renamed_tensors(alone.launches, EXTRA_NAMES))
-    passes = [configure_one_key_set(facts_with_unscaled_fp32_out_and_lse(x)) for x in (first, second)]
+    # The merge applies sinks and the output's scale.
+    unscaled = [
+        SimpleNamespace(**vars(x) | {"sinks": None, "out_scale": 1.0, "out_scale_t": None}) for x in (first, second)
+    ]
+    passes = [configure_one_key_set(facts_with_dense_fp32_out_and_lse(x)) for x in unscaled]
     return passes[0]._replace(launches=pass_and_merge_launches(f, [x.launches for x in passes]))
 
 
@@ -199,10 +203,11 @@ def configure_one_key_set(f: SimpleNamespace) -> Config:
     heads = f.q_nope.shape[1]
     # Blocks of heads read the same rows side by side; where heads do not fill them, rows form more work tiles.
     blocks = heads // t.block_m if heads and heads % t.block_m == 0 else 1
-    cache_matrices = _ckv_and_kpe_matrix_layouts(f, t)
+    cache_matrices = _ckv_and_kpe_matrices_for_tma_or_empty(f, t.block_n) if t.use_tma else ()
     cfg = Constants(
-        **_latent_format_and_operand_constants(f, fmt), **_shape_tile_and_split_constants(f, fmt, t, blocks,
-        bool(cache_matrices)), **_sinks_scale_and_output_constants(f), LIST=lists,
+        **_latent_format_and_operand_constants(f, fmt), **_shape_tile_and_partial_layout_constants(f, fmt, t, blocks,
+        bool(cache_matrices)), **epilogue_softmax_scale_and_varlen_constants(f), **_sinks_and_v_scale_constants(f),
+        LIST=lists,
     )  # fmt: skip
     options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.num_stages}
     if launch.has_ptx(f):
@@ -214,9 +219,10 @@ def configure_one_key_set(f: SimpleNamespace) -> Config:
         | {"cfg": cfg}
     )
     split = (both | kv_scale_and_query_tensor_args(f, BYTES if cfg.Q_AS_BYTES else "")
-             | page_table_lengths_and_softmax_scale_args(f) | _cache_stride_args_in_stride_units(f) | {
+             | page_table_lengths_and_softmax_scale_args(f) | _ckv_and_kpe_stride_args_in_stride_units(f)
+             | stride_args(f.ckv_scale_cache, stride_scales_="ps") | {
         **tensor_args(WORDS, CKV="ckv", KPE="ckv" if cfg.TAIL else "kpe"), "CKV_MAP": None, "KPE_MAP": None,
-        **_latent_host_descriptor_args(cache_matrices, cfg),
+        **_ckv_and_kpe_host_descriptor_args(cache_matrices, cfg),
         **tensor_args(SCALES="ckv_scale_cache"), "max_splits": 0, **list_args,
     })  # fmt: skip
     merge = both | tensor_args(V_SCALE="kv_scale_t") | {"v_scale": f.kv_scale}
@@ -268,7 +274,7 @@ def _latent_format_and_operand_constants(f: SimpleNamespace, fmt: KVFormat) -> d
     }
 
 
-def _shape_tile_and_split_constants(
+def _shape_tile_and_partial_layout_constants(
     f: SimpleNamespace, fmt: KVFormat, tile: TileConfig, num_head_blocks: int, use_tma: bool
 ) -> dict[str, Any]:
     rank, page, pack = fmt.values(f.ckv.shape[2]), f.ckv.shape[1], 2 // fmt.storage.itemsize
@@ -308,16 +314,14 @@ def _shape_tile_and_split_constants(
     }
 
 
-def _sinks_scale_and_output_constants(f: SimpleNamespace) -> dict[str, Any]:
+def _sinks_and_v_scale_constants(f: SimpleNamespace) -> dict[str, Any]:
     sinks = f.sinks is not None
-    return epilogue_softmax_scale_and_varlen_constants(f) | {
-        "HAS_V_SCALE": f.kv_scale_t is not None, "HAS_SINKS": sinks, "LSE_OF_KEYS": sinks and f.lse_of_keys,
-    }  # fmt: skip
+    return {"HAS_V_SCALE": f.kv_scale_t is not None, "HAS_SINKS": sinks, "LSE_OF_KEYS": sinks and f.lse_of_keys}
 
 
-def _cache_stride_args_in_stride_units(f: SimpleNamespace) -> dict[str, int]:
-    """Returns strides of caches, in CKV_STRIDE_UNITs and KPE_STRIDE_UNITs, and of their stored scales."""
-    found = stride_args(f.ckv_scale_cache, stride_scales_="ps")
+def _ckv_and_kpe_stride_args_in_stride_units(f: SimpleNamespace) -> dict[str, int]:
+    """Returns strides of page and slot, in CKV_STRIDE_UNITs and KPE_STRIDE_UNITs."""
+    found: dict[str, int] = {}
     for prefix, x in (("stride_ckv_", f.ckv), ("stride_kpe_", _rotary_part(f))):
         distances = _packed_strides(x)
         step = common_stride_unit(x, distances, 8)
@@ -333,7 +337,9 @@ def bind(config: Config, at: dict[str, int]) -> BoundLaunches | None:
     return config.launches.bind(at)
 
 
-def _latent_host_descriptor_args(cache_matrices: tuple[CacheMatrix, ...], cfg: Constants) -> dict[str, TensorMapArg]:
+def _ckv_and_kpe_host_descriptor_args(
+    cache_matrices: tuple[CacheMatrix, ...], cfg: Constants
+) -> dict[str, TensorMapArg]:
     """Returns both parts of a cache as tensor descriptors of 16-bit words; nothing without matrices."""
     matrices = zip(("CKV_MAP", "KPE_MAP"), ("ckv", "kpe"), cache_matrices, (cfg.CHUNK, cfg.BLOCK_PE), strict=False)
     return {
@@ -357,16 +363,10 @@ def _packed_strides(x: Any) -> tuple[int, int]:
     return x.stride[0] * x.dtype.itemsize // 2, x.stride[1] * x.dtype.itemsize // 2
 
 
-def _ckv_and_kpe_matrix_layouts(f: SimpleNamespace, tile: TileConfig) -> tuple[CacheMatrix, ...]:
+def _ckv_and_kpe_matrices_for_tma_or_empty(f: SimpleNamespace, block_n: int) -> tuple[CacheMatrix, ...]:
     """Returns matrices of ckv and kpe; none where a key block spans pages or a part is no matrix."""
     scales = latent_format(f.format).scale
-    if (
-        f.indices is not None
-        or scales == UE8M0
-        or not tile.use_tma
-        or f.ckv.shape[1] % tile.block_n
-        or not launch.has_tma(f)
-    ):
+    if f.indices is not None or scales == UE8M0 or f.ckv.shape[1] % block_n or not launch.has_tma(f):
         return ()
     found = [_matrix_layout_in_16bit_words_or_none(x) for x in ((f.ckv, f.kpe) if f.kpe.shape[2] else (f.ckv,))]
     matrices = tuple(x for x in found if x is not None)

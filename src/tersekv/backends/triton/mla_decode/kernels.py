@@ -67,9 +67,9 @@ def load_packed_block(X, page_ids, n_block, num_keys, stride_page, stride_slot, 
 
 
 @triton.jit
-def load_latent_chunk(
-    CKV, CKV_MAP, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, I_CHUNK: tl.constexpr, MASKED: tl.constexpr,
-    cfg: tl.constexpr,
+def load_packed_latent_chunk(
+    CKV, CKV_MAP, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, I_CHUNK: tl.constexpr,
+    MASK_POINTER_LOADS: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """Loads packed codes [BLOCK_N, CHUNK] of chunk I_CHUNK of key block n_block.
 
@@ -85,14 +85,15 @@ def load_latent_chunk(
     else:
         return load_packed_block(
             CKV, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, cfg.CKV_STRIDE_UNIT, I_CHUNK * cfg.CHUNK,
-            cfg.CHUNK, cfg.PACKED_V, MASKED, cfg,
+            cfg.CHUNK, cfg.PACKED_V, MASK_POINTER_LOADS, cfg,
         )  # fmt: skip
 
 
 @triton.jit
-def load_k_pe_block(
-    KPE, KPE_MAP, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, MASKED: tl.constexpr, cfg: tl.constexpr
-):
+def load_packed_k_pe_block(
+    KPE, KPE_MAP, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, MASK_POINTER_LOADS: tl.constexpr,
+    cfg: tl.constexpr,
+):  # fmt: skip
     """Loads rotary parts [BLOCK_N, BLOCK_PE] of key block n_block, with the same NOTE."""
     if cfg.USE_TMA:
         return KPE_MAP.load(
@@ -101,12 +102,12 @@ def load_k_pe_block(
     else:
         return load_packed_block(
             KPE, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, cfg.KPE_STRIDE_UNIT, 0, cfg.BLOCK_PE,
-            cfg.PACKED_PE, MASKED, cfg,
+            cfg.PACKED_PE, MASK_POINTER_LOADS, cfg,
         )  # fmt: skip
 
 
 @triton.jit
-def load_latent_and_k_pe_by_pointers(
+def load_packed_latents_and_k_pe_by_pointers(
     CKV, KPE, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, cfg: tl.constexpr
 ):
     """Loads (CHUNKS packed tiles [BLOCK_N, CHUNK], rotary tile [BLOCK_N, BLOCK_PE]) of n_block, by pointers."""
@@ -256,10 +257,10 @@ def accumulate_qk_of_key_tile(
 
 
 @triton.jit
-def compute_scores_packed_latents_and_rope_tail(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, score_scale, CKV,
-                                                KPE, CKV_MAP, KPE_MAP, page_ids, n_block, num_keys, stride_ckv_p,
-                                                stride_ckv_s, stride_kpe_p, stride_kpe_s, PREFETCHED: tl.constexpr,
-                                                MASKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
+def unmasked_scores_packed_latents_and_rope_tail(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, score_scale, CKV,
+                                                 KPE, CKV_MAP, KPE_MAP, page_ids, n_block, num_keys, stride_ckv_p,
+                                                 stride_ckv_s, stride_kpe_p, stride_kpe_s, PREFETCHED: tl.constexpr,
+                                                 MASK_POINTER_LOADS: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
     """Returns (unmasked scores of n_block in units of log2 [BLOCK_N, BLOCK_M], its packed codes, its tail or nothing),
     PREFETCHED or loaded here.
 
@@ -272,8 +273,8 @@ def compute_scores_packed_latents_and_rope_tail(prefetched_ckv, k_pe, group_scal
     if cfg.PACKED_PE > 0:
         k_pe_block = k_pe
         if not PREFETCHED:
-            k_pe_block = load_k_pe_block(
-                KPE, KPE_MAP, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, MASKED, cfg
+            k_pe_block = load_packed_k_pe_block(
+                KPE, KPE_MAP, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, MASK_POINTER_LOADS, cfg
             )
         s = accumulate_qk_of_key_tile(None, k_pe_block, q_pe, 0, cfg.PACK_PE, cfg.TWO_TERM_Q_PE, False, cfg)
         if cfg.TAIL > 0:
@@ -284,8 +285,8 @@ def compute_scores_packed_latents_and_rope_tail(prefetched_ckv, k_pe, group_scal
         if PREFETCHED:
             packed_chunk = prefetched_ckv[i]
         else:
-            packed_chunk = load_latent_chunk(
-                CKV, CKV_MAP, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, i, MASKED, cfg
+            packed_chunk = load_packed_latent_chunk(
+                CKV, CKV_MAP, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, i, MASK_POINTER_LOADS, cfg
             )
         packed_latents = packed_latents + (packed_chunk,)
         if cfg.GROUP_SCALES:
@@ -330,7 +331,9 @@ def rescale_and_accumulate_pv(
     if cfg.TAIL > 0:
         v_tail = bf16_rope_tail
         if MASKED:
-            v_tail = load_k_pe_block(KPE, None, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, True, cfg)
+            v_tail = load_packed_k_pe_block(
+                KPE, None, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, True, cfg
+            )
         scaled_p = p * rope_tail_ratio[:, None]
         v_tail = tl.trans(v_tail)
         out = out + (tl.dot(v_tail, scaled_p.to(v_tail.dtype), acc=acc_o[CHUNKS * PACK] * rescale[None, :]),)
@@ -425,13 +428,13 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, score
     )
     prefetched_ckv, k_pe = (), ()
     if cfg.REGISTER_PREFETCH:
-        prefetched_ckv, k_pe = load_latent_and_k_pe_by_pointers(
+        prefetched_ckv, k_pe = load_packed_latents_and_k_pe_by_pointers(
             CKV, KPE, page_ids, n_block_begin, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, cfg
         )
     # Unmasked key blocks: QK, prefetch, online softmax, PV
     for n_block in tl.range(n_block_begin, unmasked_end):
         next_page_ids = load_page_ids_or_pages_slots_and_visible(key_source, n_block + 1, num_keys, cfg)
-        s, packed_latents, bf16_rope_tail = compute_scores_packed_latents_and_rope_tail(
+        s, packed_latents, bf16_rope_tail = unmasked_scores_packed_latents_and_rope_tail(
             prefetched_ckv, k_pe, group_scales, q_nope, q_pe, score_scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids,
             n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, cfg.REGISTER_PREFETCH,
             cfg.LIST.LENGTH >= 0, cfg,
@@ -442,7 +445,7 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, score
             SCALES, next_page_ids, n_block + 1, num_keys, stride_scales_p, stride_scales_s, cfg
         )
         if cfg.REGISTER_PREFETCH:
-            prefetched_ckv, k_pe = load_latent_and_k_pe_by_pointers(
+            prefetched_ckv, k_pe = load_packed_latents_and_k_pe_by_pointers(
                 CKV, KPE, next_page_ids, n_block + 1, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s,
                 cfg,
             )  # fmt: skip
@@ -458,7 +461,7 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, key_source, q_nope, q_pe, score
             group_scales_here = load_group_scale_vectors(
                 SCALES, page_ids_here, n_block, num_keys, stride_scales_p, stride_scales_s, cfg
             )
-            s, packed_latents, bf16_rope_tail = compute_scores_packed_latents_and_rope_tail(
+            s, packed_latents, bf16_rope_tail = unmasked_scores_packed_latents_and_rope_tail(
                 (), (), group_scales_here, q_nope, q_pe, score_scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids_here,
                 n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, False, True, cfg,
             )  # fmt: skip

@@ -71,14 +71,12 @@ def merge_sets_kernel(
         tl.store(LSE + token * stride_lse_t + head * stride_lse_h, lse)
 
 
-def facts_with_unscaled_fp32_out_and_lse(f: SimpleNamespace) -> SimpleNamespace:
-    """Returns the facts of one set's pass: dense outputs in fp32, neither scaled nor with sinks, and an LSE."""
+def facts_with_dense_fp32_out_and_lse(f: SimpleNamespace) -> SimpleNamespace:
+    """Returns the facts of one set's pass."""
     t, heads, rank = f.out.shape
     out = f.out._replace(dtype=torch.float32, stride=(heads * rank, rank, 1), aligned=True)
     lse = out._replace(shape=(t, heads), stride=(heads, 1))
-    return SimpleNamespace(
-        **vars(f) | {"out": out, "lse": lse, "sinks": None, "out_scale": 1.0, "out_scale_t": None}
-    )  # fmt: skip
+    return SimpleNamespace(**vars(f) | {"out": out, "lse": lse})
 
 
 def launches_with_renamed_tensors(

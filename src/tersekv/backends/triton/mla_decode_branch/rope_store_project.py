@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...host.bind import BYTES, KernelLaunch, stride_args, tensor_args
 from ...host.launch import next_power_of_2
-from ..mla_project import ProjectionConfig, projection_constants
+from ..mla_project import ProjectionConfig, project_head_constexprs
 from ..parts.latent_rows import (
     MAX_HEADS_PER_PROGRAM,
     REQUESTS_PER_STEP,
@@ -81,7 +81,7 @@ def make_rope_store_project_launch(f: SimpleNamespace, projection: ProjectionCon
     tensors = tensor_args(
         BYTES, Q_PE_OUT="Q_PE", Q_NOPE_OUT="Q_NOPE", SEQ_LENS_OUT="SEQ_LENS", W="w_uk", W_SCALE="w_uk_scale"
     )
-    arguments = latent_append_and_rope_args(f) | tensors | projection_constants(projection) | {
+    arguments = latent_append_and_rope_args(f) | tensors | project_head_constexprs(projection) | {
         "T": tokens, **stride_args(f.w_uk, stride_w="hn"), **stride_args(f.w_uk_scale, stride_v="hn"),
         "TOKENS_PER_REQUEST": 0 if f.cu_seqlens_q is not None else f.max_q_len, "DN": dq - rope, "BLOCK_H": block_h,
         "BLOCK_B": REQUESTS_PER_STEP,

@@ -197,9 +197,10 @@ def make_attention_launch(
     requests, num_m_blocks, num_columns = f.cache_lens.shape[0], -(-f.max_q_len // tile.block_m), f.kv_b_proj.shape[0]
     padded_dims = [max(16, next_power_of_2(d)) for d in (nope, rope, dim_v)]
     heads_per_l2_group = max(1, min(heads, _L2_BYTES * requests // (num_rows * f.q.dtype.itemsize * (nope + dim_v))))
-    lse, lse_strides = lse_tensor_and_strides(f, several_chunks)
+    lse, lse_strides = lse_tensor_name_and_strides(f, several_chunks)  # without one `out`, never read, is passed
     arguments: dict[str, Any] = tensor_args(
-        Q="q", K="KV", V="KV", KPE="K_PE", OUT="out", OUT_RESIDUAL="OUT_RESIDUAL" if several_chunks else "out", LSE=lse,
+        Q="q", K="KV", V="KV", KPE="K_PE", OUT="out", OUT_RESIDUAL="OUT_RESIDUAL" if several_chunks else "out",
+        LSE=lse or "out",
         CU_SEQLENS_Q="cu_seqlens_q",
         CACHE_LENS="cache_lens",
     )  # fmt: skip
@@ -219,7 +220,7 @@ def make_attention_launch(
         "stride_kv": num_columns, "stride_lt": lse_strides[0], "stride_lh": lse_strides[1],
         "DN": nope, "R": rope, "DV": dim_v, "DN_PAD": padded_dims[0], "R_PAD": padded_dims[1], "DV_PAD": padded_dims[2],
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "USE_TMA": tile.tma,
-        "MERGE_PREVIOUS_CHUNK": has_previous_chunk, "STORE_RESIDUAL": has_next_chunk, "STORE_LSE": lse != "out",
+        "MERGE_PREVIOUS_CHUNK": has_previous_chunk, "STORE_RESIDUAL": has_next_chunk, "STORE_LSE": lse is not None,
     }  # fmt: skip
     grid = (requests * num_m_blocks * heads,)
     return KernelLaunch(attention_kernel, grid, arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
@@ -229,14 +230,14 @@ def _host_descriptor_of_matrix(x: Tensor, num_rows: int, num_columns: int, block
     return TensorDescriptor(x, [num_rows, num_columns], [num_columns, 1], block)
 
 
-def lse_tensor_and_strides(f: SimpleNamespace, several_chunks: bool) -> tuple[str, tuple[int, int]]:
-    """Returns (the tensor that holds LSEs, its strides); `out`, never read, where LSEs are not needed."""
+def lse_tensor_name_and_strides(f: SimpleNamespace, several_chunks: bool) -> tuple[str | None, tuple[int, int]]:
+    """Returns (the name of the tensor that holds LSEs, its strides); (None, zeros) where LSEs are not needed."""
     if f.lse is not None:
         return "lse", f.lse.stride
-    return ("LSE", (f.q.shape[1], 1)) if several_chunks else ("out", (0, 0))
+    return ("LSE", (f.q.shape[1], 1)) if several_chunks else (None, (0, 0))
 
 
-def chunk_merge_workspace(
+def residual_and_lse_workspace_tensors(
     f: SimpleNamespace, several_chunks: bool
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype] | None]:
     """Returns the workspace tensors of several chunks."""

@@ -106,11 +106,11 @@ def blockwise_gemm_kernel(
 
 
 def make_gemm_launch(
-    f: SimpleNamespace, num_rows: int, max_rows: int, tile: GemmTile, native_fp8: bool
+    f: SimpleNamespace, num_rows: int, scales_stride: int, tile: GemmTile, native_fp8: bool
 ) -> KernelLaunch:
-    """Returns the launch for a chunk of `num_rows` rows, in buffers for `max_rows`: KV = CODES @ kv_b_proj.T
+    """Returns the launch for a chunk of `num_rows` rows: KV = CODES @ kv_b_proj.T
 
-    CODES, SCALES:  [M, L], e4m3 with scales [L/128, M] fp32; or 16-bit and none
+    CODES, SCALES:  [M, L], e4m3 with scales [L/128, scales_stride] fp32; or 16-bit and none
     the weight:     [N, L], e4m3 with scales [N/128, L/128] fp32; or latents' dtype and none
     KV:             [M, N] 16-bit
     """
@@ -145,7 +145,7 @@ def make_gemm_launch(
         else tensor_args(A_SCALE="KV", W_SCALE="KV")
     )
     arguments |= {
-        "num_rows": num_rows, "N": n, "stride_w": stride_w, "stride_as": max_rows if has_scales else n,
+        "num_rows": num_rows, "N": n, "stride_w": stride_w, "stride_as": scales_stride if has_scales else n,
         "stride_ws": f.kv_b_proj_scale.stride[0] if has_scales else n, "L": rank, "HAS_SCALES": has_scales,
         "FP8_AS_BYTES": emulate_e4m3,
         "USE_TMA": tile.tma, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,

@@ -1,8 +1,8 @@
 """Tile configuration of MLA prefill, from facts. Nothing is timed at run time.
 
-`attention_and_gemm_tile_candidates` lists what is worth measuring on a chip; `choose_mla_prefill_config` picks the
-first. Entries of sm_90 for heads of up to 128 dims and for fp8 are ordered by time on an H200; the others by registers,
-shared memory and instructions of the compiled kernels.
+`attention_tile_candidates` and `gemm_tile_candidates` list what is worth measuring on a chip;
+`choose_mla_prefill_config` picks the first. Entries of sm_90 for heads of up to 128 dims and for fp8 are ordered by
+time on an H200; the others by registers, shared memory and instructions of the compiled kernels.
 """
 
 from __future__ import annotations
@@ -73,36 +73,38 @@ _GEMM_TILES_16_BIT = {
 _SHARED_MEMORY_BYTES = {90: 227 << 10, 80: 163 << 10, 89: 99 << 10, 0: 1 << 20}  # bytes of a block
 
 
-def attention_and_gemm_tile_candidates(f: SimpleNamespace) -> tuple[list[AttentionTile], list[GemmTile]]:
-    """Returns what can be measured for these facts, best guess first."""
-    arch, table_arch = f.arch or 0, _arch_of_table(f.arch or 0)
-    dim_v, rope, rank = f.out.shape[2], f.kpe.shape[-1], f.ckv.shape[-1]
-    dims = (f.q.shape[2] - rope, rope, dim_v)
+def attention_tile_candidates(f: SimpleNamespace) -> list[AttentionTile]:
+    """Returns the tiles that fit, best guess first."""
+    arch, table_arch, rope = f.arch or 0, _arch_of_table(f.arch or 0), f.kpe.shape[-1]
+    dims = (f.q.shape[2] - rope, rope, f.out.shape[2])
     tma = arch >= 90 and all(d >= 16 and d & (d - 1) == 0 for d in dims)
     tiles = (_ATTENTION_TILES_WIDE_HEADS if max(dims) > 128 else _ATTENTION_TILES)[table_arch]
     if table_arch == 90 and not tma:
         tiles = tuple(t for t in tiles if t[:2] != (128, 128))  # spills where loads are masked
     dims = tuple(max(16, next_power_of_2(d)) for d in dims)
-    attention = [
+    return [
         AttentionTile(*t, tma)
         for t in tiles
         if _attention_smem_bytes(table_arch, t, dims) <= _SHARED_MEMORY_BYTES[table_arch]
     ]
-    weight = f.kv_b_proj
+
+
+def gemm_tile_candidates(f: SimpleNamespace) -> list[GemmTile]:
+    """Returns the up-projection's tiles, best guess first."""
+    arch, weight = f.arch or 0, f.kv_b_proj
     tma = (
         arch >= 90
         and weight.aligned
-        and all(n * weight.dtype.itemsize % 16 == 0 for n in (rank, weight.stride[0]))
+        and all(n * weight.dtype.itemsize % 16 == 0 for n in (f.ckv.shape[-1], weight.stride[0]))
         and weight.shape[0] % 8 == 0
     )
-    return attention, [
-        GemmTile(*t, tma) for t in (_GEMM_TILES_FP8 if weight.dtype.itemsize == 1 else _GEMM_TILES_16_BIT)[table_arch]
-    ]
+    tiles = (_GEMM_TILES_FP8 if weight.dtype.itemsize == 1 else _GEMM_TILES_16_BIT)[_arch_of_table(arch)]
+    return [GemmTile(*t, tma) for t in tiles]
 
 
 def choose_mla_prefill_config(f: SimpleNamespace) -> MLAPrefillConfig:
-    attention, products = attention_and_gemm_tile_candidates(f)
-    return MLAPrefillConfig(attention[0], products[0], not emulates_e4m3(f), has_exact_fp8_cast(f))
+    attention, product = attention_tile_candidates(f)[0], gemm_tile_candidates(f)[0]
+    return MLAPrefillConfig(attention, product, not emulates_e4m3(f), has_exact_fp8_cast(f))
 
 
 def _arch_of_table(arch: int) -> int:

@@ -51,13 +51,13 @@ def has_keys_and_queries(f: SimpleNamespace) -> bool:
 
 def make_append_and_chunk_launches(f: SimpleNamespace, choice: MLAPrefillConfig) -> LaunchSequence | HostAction:
     if f.q.shape[0] == 0:
-        return HostAction(_fill_seq_lens_out)
+        return HostAction(_copy_cache_lens_to_seq_lens_out)
     rope_norm_store_launch = rope_norm_store.make_rope_norm_store_launch(
-        f, choice.native_casts, store_empty_outputs=not has_keys_and_queries(f)
+        f, choice.native_casts, store_all_outputs_empty=not has_keys_and_queries(f)
     )
     if f.q.shape[1] == 0 or not has_keys_and_queries(f):
         return LaunchSequence(rope_norm_store_launch)
-    chunks, max_rows = nonempty_chunks(f)
+    chunks, max_rows = nonempty_chunk_indices_and_num_rows(f), max(f.buffer_lengths)
     kernel_launches: list[KernelLaunch] = []
     for i, (i_chunk, num_rows) in enumerate(chunks):
         kernel_launches += (
@@ -70,23 +70,21 @@ def make_append_and_chunk_launches(f: SimpleNamespace, choice: MLAPrefillConfig)
     )
 
 
-def nonempty_chunks(f: SimpleNamespace) -> tuple[list[tuple[int, int]], int]:
-    """Returns ([(index, num_rows) of every chunk that is not empty], num_rows of the longest)."""
-    chunks = [(i_chunk, num_rows) for i_chunk, num_rows in enumerate(f.buffer_lengths) if num_rows]
-    return chunks, max(num_rows for _, num_rows in chunks)
+def nonempty_chunk_indices_and_num_rows(f: SimpleNamespace) -> list[tuple[int, int]]:
+    return [(i_chunk, num_rows) for i_chunk, num_rows in enumerate(f.buffer_lengths) if num_rows]
 
 
 def workspace_tensors(f: SimpleNamespace) -> dict[str, tuple[tuple[int, ...], torch.dtype] | None]:
     """Returns the workspace tensors by name; all chunks use the same."""
-    chunks, max_rows = nonempty_chunks(f)
+    chunks, max_rows = nonempty_chunk_indices_and_num_rows(f), max(f.buffer_lengths)
     tensors = gather_latents.gathered_chunk_workspace(f, max_rows) | {
         "KV": ((max_rows, f.kv_b_proj.shape[0]), f.q.dtype)
     }
-    return tensors | attention.chunk_merge_workspace(f, len(chunks) > 1)
+    return tensors | attention.residual_and_lse_workspace_tensors(f, len(chunks) > 1)
 
 
-def _fill_seq_lens_out(call: Any) -> None:
-    """Copies cache_lens to seq_lens_out: there are no new tokens."""
+def _copy_cache_lens_to_seq_lens_out(call: Any) -> None:
+    """There are no new tokens."""
     if call.seq_lens_out is not None:
         call.seq_lens_out.copy_(call.cache_lens)
 

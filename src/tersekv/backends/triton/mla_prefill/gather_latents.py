@@ -37,15 +37,16 @@ def fp8_to_fp32(code, STORAGE_KIND: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr)
 
 
 @triton.jit
-def load_dequantized_latent(
-    CKV, SCALES, kv_scale, o_l, valid, L: tl.constexpr, L_PAD: tl.constexpr, STORAGE_KIND: tl.constexpr,
+def load_dequantized_latent_row(
+    p_row, p_group_scales_or_none, kv_scale, valid, L: tl.constexpr, L_PAD: tl.constexpr, STORAGE_KIND: tl.constexpr,
     NATIVE_FP8_CAST: tl.constexpr,
 ):  # fmt: skip
     """Loads a stored latent row, dequantized: fp32 [L_PAD]."""
-    codes = tl.load(CKV + o_l, mask=valid & (o_l < L), other=0)
-    if SCALES is not None:
+    o_l = tl.arange(0, L_PAD)
+    codes = tl.load(p_row + o_l, mask=valid & (o_l < L), other=0)
+    if p_group_scales_or_none is not None:
         o_g = tl.arange(0, L_PAD // GROUP)
-        scale = tl.load(SCALES + o_g, mask=valid & (o_g < L // GROUP), other=0.0)
+        scale = tl.load(p_group_scales_or_none + o_g, mask=valid & (o_g < L // GROUP), other=0.0)
         groups = tl.reshape(fp8_to_fp32(codes, "e4m3", NATIVE_FP8_CAST), [L_PAD // GROUP, GROUP])
         return tl.reshape(groups * scale[:, None], [L_PAD])
     elif STORAGE_KIND == "float":
@@ -55,9 +56,9 @@ def load_dequantized_latent(
 
 
 @triton.jit
-def quantize_latent_codes_and_group_scales(latent, L_PAD: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
+def quantize_row_to_e4m3_and_group_scales(latent_row, L_PAD: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
     """Returns (codes [L_PAD], scales [L_PAD / 128]) of a latent row; NaN becomes 0x7F and does not affect the scale."""
-    latent = tl.reshape(latent, [L_PAD // GROUP, GROUP])
+    latent = tl.reshape(latent_row, [L_PAD // GROUP, GROUP])
     scale = divide_rn(tl.minimum(row_abs_max(latent), MAX_LATENT_AMAX), E4M3_MAX)
     # Below 2^-128 the reciprocal is infinite, and a zero beside such a value would become NaN.
     inv_scale = tl.minimum(reciprocal_rn(scale), FP32_MAX)
@@ -92,12 +93,12 @@ def gather_and_requantize_latents_kernel(
     if SCALES is not None:
         p_s = SCALES + page * stride_sp + page_slot * stride_ss
     # Latent: dequantize, quantize for the GEMM
-    latent = load_dequantized_latent(
-        CKV + page * stride_cp + page_slot * stride_cs, p_s, kv_scale, o_l, valid, L, L_PAD, STORAGE_KIND,
+    latent = load_dequantized_latent_row(
+        CKV + page * stride_cp + page_slot * stride_cs, p_s, kv_scale, valid, L, L_PAD, STORAGE_KIND,
         NATIVE_FP8_CAST,
     )  # fmt: skip
     if SCALES_OUT is not None:
-        codes, scale = quantize_latent_codes_and_group_scales(latent, L_PAD, NATIVE_FP8_CAST)
+        codes, scale = quantize_row_to_e4m3_and_group_scales(latent, L_PAD, NATIVE_FP8_CAST)
         o_g = tl.arange(0, L_PAD // GROUP)
         tl.store(SCALES_OUT + o_g.to(tl.int64) * stride_scales_out + i_row, scale, mask=o_g < L // GROUP)
         tl.store(LATENTS_OUT + i_row * L + o_l, codes, mask=o_l < L)
@@ -135,12 +136,12 @@ def chunk_offset_args(i_chunk: int) -> dict[str, TensorArg]:
 
 
 def make_gather_launch(
-    f: SimpleNamespace, i_chunk: int, num_rows: int, max_rows: int, native_casts: bool
+    f: SimpleNamespace, i_chunk: int, num_rows: int, scales_stride: int, native_casts: bool
 ) -> KernelLaunch:
-    """Returns the launch for a chunk of `num_rows` rows, in buffers for `max_rows`."""
+    """Returns the launch for a chunk of `num_rows` rows; SCALES: [L/128, scales_stride]."""
     arguments = latent_cache_args(f) | chunk_offset_args(i_chunk) | tensor_args(BYTES, LATENTS_OUT="CODES",
                                                                               SCALES_OUT="SCALES", K_PE_OUT="K_PE") | {
-        "stride_scales_out": max_rows if f.kv_b_proj_scale is not None else 0,
+        "stride_scales_out": scales_stride if f.kv_b_proj_scale is not None else 0,
         "STORAGE_KIND": k_pe_storage_kind(f.format),
         "NATIVE_FP8_CAST": native_casts,
     }  # fmt: skip

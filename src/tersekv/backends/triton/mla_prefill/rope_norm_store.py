@@ -45,12 +45,12 @@ def rope_norm_store_kernel(
     stride_freqs_cis,
     PAGE: tl.constexpr, DN: tl.constexpr, R: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr,
     R_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, FORMAT: tl.constexpr,
-    K_PE_KIND: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr, STORE_EMPTY_OUTPUTS: tl.constexpr, BLOCK_B: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    K_PE_KIND: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr, STORE_ALL_OUTPUTS_EMPTY: tl.constexpr,
+    BLOCK_B: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (t, 0) stores the latent row of token t; program (t, 1 + i) rotates the i-th block of its heads.
 
-    STORE_EMPTY_OUTPUTS: no attention follows, so that all outputs are 0 and LSEs −inf, as for rows of no request.
+    STORE_ALL_OUTPUTS_EMPTY: no attention follows: all outputs are 0 and LSEs −inf, as for rows of no request.
     Q_PE_OUT: rotated parts, None for in place; SEQ_LENS_OUT: the requests' lengths, or None.
     """
     pdl_early_launch_and_wait(USE_PDL)
@@ -66,12 +66,12 @@ def rope_norm_store_kernel(
          stride_freqs_cis),
         0, PAGE, DN, R, L, L_PAD, R_PAD, BLOCK_H, FORMAT, K_PE_KIND, NATIVE_FP8_CAST, BLOCK_B,
     )  # fmt: skip
-    if (i_head_block >= 0) & (STORE_EMPTY_OUTPUTS or not valid):
+    if (i_head_block >= 0) & (STORE_ALL_OUTPUTS_EMPTY or not valid):
         o_h = i_head_block * BLOCK_H + tl.arange(0, BLOCK_H)
         store_empty_output(OUT, LSE, t, o_h, H, stride_ot, stride_oh, stride_lt, stride_lh, DV, DV_PAD, BLOCK_H)
 
 
-def empty_output_args(f: SimpleNamespace) -> dict[str, Any]:
+def out_lse_and_dim_v_args(f: SimpleNamespace) -> dict[str, Any]:
     """Returns arguments of every kernel that clears outputs."""
     dim_v = f.out.shape[2]
     found = (
@@ -81,21 +81,21 @@ def empty_output_args(f: SimpleNamespace) -> dict[str, Any]:
 
 
 def make_rope_norm_store_launch(
-    f: SimpleNamespace, native_casts: bool, store_empty_outputs: bool = False, rope_queries: bool = True,
+    f: SimpleNamespace, native_casts: bool, store_all_outputs_empty: bool = False, rope_queries: bool = True,
     use_pdl: bool = False,
 ) -> KernelLaunch:  # fmt: skip
     """Returns the launch.
 
-    store_empty_outputs:  no attention follows
-    rope_queries:         rotate them; else only rows are stored, and another kernel rotates the queries
-    use_pdl:              it may begin before the launch before it has ended
+    store_all_outputs_empty:  no attention follows
+    rope_queries:             rotate them; else only rows are stored, and another kernel rotates the queries
+    use_pdl:                  it may begin before the launch before it has ended
     """
     num_tokens, num_heads = f.q.shape[:2]
     block_h = min(MAX_HEADS_PER_PROGRAM, next_power_of_2(max(num_heads, 1)))
-    arguments = latent_append_and_rope_args(f) | empty_output_args(f) | tensor_args(BYTES, Q_PE_OUT="q_pe_out",
+    arguments = latent_append_and_rope_args(f) | out_lse_and_dim_v_args(f) | tensor_args(BYTES, Q_PE_OUT="q_pe_out",
                                                                            SEQ_LENS_OUT="seq_lens_out") | {
         **stride_args(f.q_pe_out, stride_r="th"), "BLOCK_H": block_h, "NATIVE_FP8_CAST": native_casts,
-        "STORE_EMPTY_OUTPUTS": store_empty_outputs,
+        "STORE_ALL_OUTPUTS_EMPTY": store_all_outputs_empty,
         "BLOCK_B": REQUESTS_PER_STEP if rope_queries else 0, "USE_PDL": use_pdl,
     }  # fmt: skip
     grid = (num_tokens, 1 + -(-num_heads // block_h) if rope_queries else 1)

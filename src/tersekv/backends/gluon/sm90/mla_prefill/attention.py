@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ....host.bind import KernelLaunch, TensorArg, TensorMapArg, stride_args, tensor_args
-from ....triton.mla_prefill.attention import lse_tensor_and_strides
+from ....triton.mla_prefill.attention import lse_tensor_name_and_strides
 from ....triton.mla_prefill.gather_latents import chunk_offset_args
 from ...versions import thread_barrier, tma_load
 from ..parts.online_softmax import pack_p_16bit, row_sums_by_lane, softmax_to_p_row_max_and_rescale, unpack_p_16bit
@@ -472,9 +472,9 @@ def attention_args_without_tensor_maps(
 ) -> dict[str, Any]:
     """Returns arguments of either attention kernel for a chunk of `num_rows` rows, without tensor maps and counters."""
     dims, requests, num_m_blocks = head_dims(f), f.cache_lens.shape[0], -(-f.max_q_len // block_m)
-    lse, lse_strides = lse_tensor_and_strides(f, needs_lse_for_merge)
+    lse, lse_strides = lse_tensor_name_and_strides(f, needs_lse_for_merge)
     tensors = tensor_args(
-        OUT="out", LSE=lse, MAY_HAVE_NAN="MAY_HAVE_NAN", CU_SEQLENS_Q="cu_seqlens_q", CACHE_LENS="cache_lens"
+        OUT="out", LSE=lse or "out", MAY_HAVE_NAN="MAY_HAVE_NAN", CU_SEQLENS_Q="cu_seqlens_q", CACHE_LENS="cache_lens"
     )
     chunk_offsets = chunk_offset_args(i_chunk)
     return tensors | stride_args(f.out, stride_o="th") | {
@@ -483,7 +483,7 @@ def attention_args_without_tensor_maps(
         "heads_per_l2_group": choose_heads_per_l2_group(num_rows, f.q.dtype.itemsize, requests, dims),
         "num_work_tiles": requests * num_m_blocks * dims.heads,
         "head_stride": f.q.stride[1], "score_scale": f.softmax_scale * math.log2(math.e),
-        "stride_lt": lse_strides[0], "stride_lh": lse_strides[1], "STORE_LSE": lse != "out",
+        "stride_lt": lse_strides[0], "stride_lh": lse_strides[1], "STORE_LSE": lse is not None,
     }  # fmt: skip
 
 

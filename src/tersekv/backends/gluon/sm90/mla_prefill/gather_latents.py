@@ -19,10 +19,10 @@ from ....triton.mla_prefill.gather_latents import (
     GROUP,
     chunk_offset_args,
     fp8_to_fp32,
-    load_dequantized_latent,
-    quantize_latent_codes_and_group_scales,
+    load_dequantized_latent_row,
+    quantize_row_to_e4m3_and_group_scales,
 )
-from ....triton.mla_prefill.rope_norm_store import empty_output_args, store_empty_output
+from ....triton.mla_prefill.rope_norm_store import out_lse_and_dim_v_args, store_empty_output
 from ....triton.parts.latent_rows import (
     apply_rope_interleaved,
     find_request_of_row,
@@ -133,7 +133,7 @@ def gather_latents_kernel(
 
     # Dequant, and whether V may be NaN
     o_l, o_r = tl.arange(0, L_PAD), tl.arange(0, R_PAD)
-    latent = load_dequantized_latent(p_c, p_s, kv_scale, o_l, valid, L, L_PAD, STORAGE_KIND, NATIVE_FP8_CAST)
+    latent = load_dequantized_latent_row(p_c, p_s, kv_scale, valid, L, L_PAD, STORAGE_KIND, NATIVE_FP8_CAST)
     # Codes and scales are finite or NaN, and bf16 holds every sum of them; other GEMMs may overflow.
     if SCALES_OUT is None or K_PE_OUT.dtype.element_ty == tl.float16:
         tl.store(MAY_HAVE_NAN + i_row, 1)
@@ -141,7 +141,7 @@ def gather_latents_kernel(
         tl.store(MAY_HAVE_NAN + i_row, tl.max((latent != latent).to(tl.int32), 0))
     # Store codes and scales, or 16-bit latents; then the rotary part. Missing rows are 0, and their scales too.
     if SCALES_OUT is not None:
-        codes, scale = quantize_latent_codes_and_group_scales(latent, L_PAD, NATIVE_FP8_CAST)
+        codes, scale = quantize_row_to_e4m3_and_group_scales(latent, L_PAD, NATIVE_FP8_CAST)
         o_g = tl.arange(0, L_PAD // GROUP)
         tl.store(SCALES_OUT + o_g.to(tl.int64) * stride_scales_out + i_row, scale, mask=o_g < L // GROUP)
         tl.store(CODES_OR_LATENTS_OUT + i_row * L + o_l, codes, mask=o_l < L)
@@ -165,7 +165,7 @@ def make_gather_launch(
         BYTES, CODES_OR_LATENTS_OUT="CODES", SCALES_OUT="SCALES", K_PE_OUT="K_PE", WORK_COUNTER="WORK_COUNTER",
         MAY_HAVE_NAN="MAY_HAVE_NAN",
     )  # fmt: skip
-    arguments = latent_cache_args(f) | rope_query_args(f) | empty_output_args(f) | chunk_offset_args(i_chunk)
+    arguments = latent_cache_args(f) | rope_query_args(f) | out_lse_and_dim_v_args(f) | chunk_offset_args(i_chunk)
     arguments |= output_tensors | {
         "num_tokens": f.q.shape[0], "stride_scales_out": max_rows if f.kv_b_proj_scale is not None else 0,
         "BLOCK_H": min(_MAX_BLOCK_H, next_power_of_2(f.q.shape[1])), "STORAGE_KIND": k_pe_storage_kind(f.format),
