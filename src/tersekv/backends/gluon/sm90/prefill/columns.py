@@ -4,7 +4,7 @@ It has the same 64 rows as the first consumer (`mainloop`), whose acc_o holds th
 holds the second. The first computes QK, mask and softmax and publishes P, rescale and acc_scale.
 
 Mask: in P, and `wait_v_columns_and_zero_oob_rows`; full stage: of P, and the same; rescale:
-`wait_p_rescale_and_accumulate_pv_half`; combine: none.
+`rescale_and_add_pv_half_then_release`; combine: none.
 """
 
 from triton.experimental import gluon
@@ -14,31 +14,31 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ...versions import reinterpret, thread_barrier
 from ..parts.pipeline import consumer_release, consumer_wait
 from .mainloop import (
-    consumer,
-    consumer_new_kv,
     init_acc,
     release_v_columns,
-    smem_column_half_of_v,
     store_output_columns,
     tokens_heads_and_mask_of_output_rows,
+    view_column_half_of_v_tile,
     view_stages_as,
     wait_v_columns_and_zero_oob_rows,
 )
-from .tile_scheduler import read_work_tile_and_cached_prefix
+from .tile_scheduler import read_work_tile_and_cached_range
 
 I_CONSUMER = gl.constexpr(1)
 
 
 @gluon.jit
-def wait_p_rescale_and_accumulate_pv_half(acc_o, shared_p, v_stages, iter, key_begin, key_end, cfg: gl.constexpr):
-    """Returns acc_o × rescale + PV of a block. key_begin, key_end: of valid keys, relative to the block."""
+def rescale_and_add_pv_half_then_release(
+    acc_o, shared_p, v_stages, iter, key_begin_in_tile, key_end_in_tile, cfg: gl.constexpr
+):
+    """Returns acc_o × rescale + PV of a block, once P and V are there; releases both."""
     P_STAGES: gl.constexpr = shared_p.tiles.shape[0]
     DTYPE: gl.constexpr = v_stages.tiles.dtype
     stage = consumer_wait(shared_p.full_barriers, iter, P_STAGES)
     acc_o = acc_o * shared_p.rescales.index(stage).load(gl.SliceLayout(1, acc_o.type.layout))[:, None]
-    wait_v_columns_and_zero_oob_rows(v_stages, iter, key_begin, key_end, I_CONSUMER, cfg)
+    wait_v_columns_and_zero_oob_rows(v_stages, iter, key_begin_in_tile, key_end_in_tile, I_CONSUMER, cfg)
     p = reinterpret(shared_p.tiles, DTYPE, shared_p.tiles.shape, shared_p.tiles.layout).index(stage)
-    acc_o = warpgroup_mma(p, smem_column_half_of_v(v_stages, I_CONSUMER, cfg), acc_o, is_async=True)
+    acc_o = warpgroup_mma(p, view_column_half_of_v_tile(v_stages, I_CONSUMER, cfg), acc_o, is_async=True)
     acc_o = warpgroup_mma_wait(0, [acc_o])
     thread_barrier()  # all threads have read rescale
     consumer_release(shared_p.empty_barriers, iter, P_STAGES)
@@ -47,11 +47,11 @@ def wait_p_rescale_and_accumulate_pv_half(acc_o, shared_p, v_stages, iter, key_b
 
 
 @gluon.jit
-def accumulate_pv_half_of_key_range(acc_o, shared_p, v_stages, first_iter, key_range, cfg: gl.constexpr):
-    """Returns acc_o after all blocks of a range of keys. key_range: a WorkTile or a CachedPrefix"""
+def add_pv_half_of_key_range_to_acc_o(acc_o, shared_p, v_stages, first_iter, key_range, cfg: gl.constexpr):
+    """Returns acc_o after all blocks of a range of keys. key_range: a WorkTile or a CachedKeyRange"""
     n_start = (key_range.n_block_end - 1) * cfg.BLOCK_N
     for i in range(key_range.num_n_blocks):
-        acc_o = wait_p_rescale_and_accumulate_pv_half(
+        acc_o = rescale_and_add_pv_half_then_release(
             acc_o, shared_p, v_stages, first_iter + i, key_range.key_begin - n_start, key_range.key_end - n_start, cfg
         )
         n_start -= cfg.BLOCK_N
@@ -77,19 +77,19 @@ def second_column_half_consumer(OUT, strides, q_stages, tile_info, v_stages, sha
     """Computes half of the columns of every work tile of this CTA."""
     num_done, iter = 0, 0
     mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), 0)
-    work_tile, _prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))
+    work_tile, _cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONSUMER))
     while work_tile.num_n_blocks > 0:
         mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1)
-        acc_o = accumulate_pv_half_of_key_range(init_acc(cfg), shared_p, v_stages, iter, work_tile, cfg)
+        acc_o = add_pv_half_of_key_range_to_acc_o(init_acc(cfg), shared_p, v_stages, iter, work_tile, cfg)
         iter += work_tile.num_n_blocks
         wait_acc_scale_and_store_second_column_half(OUT, acc_o, work_tile, shared_p, num_done, strides, cfg)
         num_done += 1
         mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), num_done & 1)
-        work_tile, _prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))
+        work_tile, _cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONSUMER))
 
 
 @gluon.jit
-def second_column_half_consumer_new_kv(
+def second_column_half_consumer_new_then_cached(
     OUT, strides, q_stages, tile_info, v_stages, shared_p, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr,
     new_cfg: gl.constexpr,
 ):  # fmt: skip
@@ -97,46 +97,15 @@ def second_column_half_consumer_new_kv(
     num_done, iter = 0, 0
     new_v_stages = view_stages_as(v_stages, NEW_DTYPE)
     mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), 0)
-    work_tile, cached_prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))
+    work_tile, cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONSUMER))
     while work_tile.num_n_blocks > 0:
-        acc_o = accumulate_pv_half_of_key_range(init_acc(cfg), shared_p, new_v_stages, iter, work_tile, new_cfg)
+        acc_o = add_pv_half_of_key_range_to_acc_o(init_acc(cfg), shared_p, new_v_stages, iter, work_tile, new_cfg)
         iter += work_tile.num_n_blocks
-        acc_o = accumulate_pv_half_of_key_range(acc_o, shared_p, v_stages, iter, cached_prefix, cfg)
-        iter += cached_prefix.num_n_blocks
+        acc_o = add_pv_half_of_key_range_to_acc_o(acc_o, shared_p, v_stages, iter, cached_range, cfg)
+        iter += cached_range.num_n_blocks
         wait_acc_scale_and_store_second_column_half(OUT, acc_o, work_tile, shared_p, num_done, strides, cfg)
         # NOTE: only here: the producer infers that all stages of the work tile are free.
         mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1)
         num_done += 1
         mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), num_done & 1)
-        work_tile, cached_prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))
-
-
-# ---- the second consumer of every head size ----
-
-
-@gluon.jit
-def second_consumer_rows_or_columns(
-    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-    Q_DTYPE: gl.constexpr, cfg: gl.constexpr,
-):  # fmt: skip
-    """Runs the second consumer: of other columns, or of other rows."""
-    if cfg.COLUMN_SPLIT:
-        second_column_half_consumer(tensors[0], strides, q_stages, tile_info, v_stages, shared_p, cfg)
-    else:
-        consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-                 I_CONSUMER, Q_DTYPE, cfg)  # fmt: skip
-
-
-@gluon.jit
-def second_consumer_rows_or_columns_new_kv(
-    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-    Q_DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr, new_cfg: gl.constexpr,
-):  # fmt: skip
-    """Does `second_consumer_rows_or_columns` where K and V of the new tokens are arguments of the call."""
-    if cfg.COLUMN_SPLIT:
-        second_column_half_consumer_new_kv(
-            tensors[0], strides, q_stages, tile_info, v_stages, shared_p, NEW_DTYPE, cfg, new_cfg
-        )
-    else:
-        consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-                        I_CONSUMER, Q_DTYPE, NEW_DTYPE, cfg, new_cfg)  # fmt: skip
+        work_tile, cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONSUMER))

@@ -93,18 +93,18 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
     k, v = pair_of(f)
     heads, group = f.k_cache.shape[2], f.q.shape[1] // f.k_cache.shape[2]
     heads_per_tile = min(group & -group, ROWS_PER_WARPGROUP)
-    d, dv = _padded_head_dims(f)
+    d, dv = _power_of_2_head_dims(f)
     max_head_dim = max(d, dv)
     block_n = 128 if max_head_dim <= 128 else 64
     has_codes = k.storage.itemsize == 1
-    tiles = _column_parts_and_stages(f, d, dv, has_codes)
+    tiles = _column_and_stage_config_fields(f, d, dv, has_codes)
     k_side, v_side = _stored_format(k), _stored_format(v)
-    registers = _registers_of_both_consumers(f, k_side, v_side, max_head_dim)
+    registers = _first_and_second_consumer_registers(f, k_side, v_side, max_head_dim)
     return PrefillConfig(
         K=k_side,
         V=v_side,
         CONVERTS_KV=has_codes,
-        FP8_QK=_has_fp8_qk(f),
+        FP8_QK=_has_fp8_qk_without_cast(f),
         FP8_PV=_has_fp8_pv(f, max_head_dim),
         BF16=k.storage == torch.bfloat16,
         D=d,
@@ -153,7 +153,7 @@ def is_column_split(f: SimpleNamespace) -> bool:
     return max(f.q.shape[2], f.out.shape[2]) > 256
 
 
-def _padded_head_dims(f: SimpleNamespace) -> tuple[int, int]:
+def _power_of_2_head_dims(f: SimpleNamespace) -> tuple[int, int]:
     """Returns the columns of K and V in shared memory."""
     least = (PART_COLUMNS, 2 * PART_COLUMNS) if is_column_split(f) else (32, 32)
     d, dv = (
@@ -163,7 +163,7 @@ def _padded_head_dims(f: SimpleNamespace) -> tuple[int, int]:
     return d, dv
 
 
-def _column_parts_and_stages(f: SimpleNamespace, d: int, dv: int, has_codes: bool) -> dict[str, Any]:
+def _column_and_stage_config_fields(f: SimpleNamespace, d: int, dv: int, has_codes: bool) -> dict[str, Any]:
     """Returns how tiles lie in stages: whole, or in parts of PART_COLUMNS, and then one tile of V."""
     if not is_column_split(f):
         return {
@@ -192,7 +192,12 @@ def _has_fp8_pv(f: SimpleNamespace, max_head_dim: int) -> bool:
     """Returns whether PV runs in e4m3. With 256 columns both halves of acc_o and of PV spill: 414 TFLOP/s against 725
     of PV in fp16 (8192 tokens, 24/4 heads, H100, 2026-11-26)."""
     v = pair_of(f)[1]
-    return _has_fp8_qk(f) and (v.code, v.scale) == ("e4m3", TENSOR) and f.precision == "fast" and max_head_dim <= 128
+    return (
+        _has_fp8_qk_without_cast(f)
+        and (v.code, v.scale) == ("e4m3", TENSOR)
+        and f.precision == "fast"
+        and max_head_dim <= 128
+    )
 
 
 def _is_ping_pong(f: SimpleNamespace, k: StoredFormat, v: StoredFormat, max_head_dim: int) -> bool:
@@ -212,11 +217,11 @@ def _num_code_stages(f: SimpleNamespace, has_codes: bool, max_head_dim: int) -> 
     if not has_codes:
         return 0
     if max_head_dim > 256:
-        return 4 if _has_fp8_qk(f) else 2
-    return 2 if max_head_dim <= 128 or _has_fp8_qk(f) else 1
+        return 4 if _has_fp8_qk_without_cast(f) else 2
+    return 2 if max_head_dim <= 128 or _has_fp8_qk_without_cast(f) else 1
 
 
-def _registers_of_both_consumers(
+def _first_and_second_consumer_registers(
     f: SimpleNamespace, k: StoredFormat, v: StoredFormat, max_head_dim: int
 ) -> tuple[int, int]:
     """Returns the registers of a thread of each consumer; the converter gets what is left.
@@ -236,7 +241,7 @@ def _registers_of_both_consumers(
     return registers, registers
 
 
-def _has_fp8_qk(f: SimpleNamespace) -> bool:
+def _has_fp8_qk_without_cast(f: SimpleNamespace) -> bool:
     """Returns whether QK runs in e4m3: not with new K and V, which are 16 bits, and not with a rotated query."""
     fmt, as_is = kv_format(f.format), f.k is None and not rotation_config(f.k_signs, f.k_channel_scale).ENABLED
     return as_is and (fmt.code, fmt.scale, f.q.dtype) == ("e4m3", TENSOR, torch.float8_e4m3fn)

@@ -6,8 +6,8 @@ largest power of two is divided out; that power joins the softmax exponent, so n
 
 Where heads are wider than 256, stages hold parts of tiles, and K is dequantized a tile ahead of V, as it is copied.
 
-Wait for a free stage: `producer_acquire` in `dequant_tile_to_16bit`; mask: invalid rows of V become 0; rescale,
-combine: none.
+Wait for a free stage: `producer_acquire` in `dequant_tile_and_signal_barriers`; mask: invalid rows of V become 0;
+rescale, combine: none.
 """
 
 from typing import NamedTuple
@@ -21,9 +21,7 @@ from ..parts.dequant import E4M3_K_PTX, E5M2_K_PTX, INT8_K_PTX, exponent_to_floa
 from ..parts.online_softmax import split_columns
 from ..parts.pipeline import consumer_wait, producer_acquire, stage_and_phase
 from .mainloop import split_keys_by_eight
-from .tile_scheduler import kv_head_of, read_work_tile_and_cached_prefix
-
-I_CONVERTER = gl.constexpr(2)  # among the readers of work tiles: after the two consumers
+from .tile_scheduler import I_CONVERTER, kv_head_of, read_work_tile_and_cached_range
 
 
 class StoredScales(NamedTuple):
@@ -34,7 +32,7 @@ class StoredScales(NamedTuple):
     PAGE_TABLE: gl.tensor
     stride_table_b: gl.tensor
     k_scales_smem: gl.shared_memory_descriptor  # token scales of K: [STAGES, BLOCK_N] fp32
-    row_scales_smem: gl.shared_memory_descriptor  # as packed by `pack_v_scale_and_zero_points`: [STAGES, BLOCK_N]
+    row_scales_smem: gl.shared_memory_descriptor  # `pack_scale_and_zero_points_to_int32`: [STAGES, BLOCK_N]
     k_block_scales_smem: gl.shared_memory_descriptor  # stored bytes: [STAGES × parts, BLOCK_N, blocks]
     v_block_scales_smem: gl.shared_memory_descriptor
     tile_v_scales: gl.shared_memory_descriptor  # [2 × STAGES, 2] fp32: `mainloop.TileVScale`
@@ -128,7 +126,7 @@ def copy_low_16_bits_to_high(x):
 
 
 @gluon.jit
-def pack_v_scale_and_zero_points(v_row_scale, k_zero_point, v_zero_point):
+def pack_scale_and_zero_points_to_int32(v_row_scale, k_zero_point, v_zero_point):
     """Packs a token's V scale (fp16) and int4 zero points of V and K into one int32."""
     return (
         (v_row_scale.to(gl.float16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF)
@@ -163,18 +161,14 @@ def _dequant_e2m1x8_to_f16x2x4_div_64(packed_words, e4m3_scale_bytes):
 
 
 @gluon.jit
-def _dequant_int4x8_to_f16x2x4(packed_words, scales_and_zero_points, IS_V: gl.constexpr):
-    """Returns int4 codes minus zero points, V times its row scales, as four registers."""
-    zero_points = copy_low_16_bits_to_high((scales_and_zero_points >> (16 if IS_V else 20)) & 15)
+def _int4x8_minus_zero_points_to_f16x2x4(packed_words, zero_points):
+    """Returns int4 codes minus the zero points of their rows, as four registers."""
+    zero_points = copy_low_16_bits_to_high(zero_points)
     low, _ = gl.broadcast((zero_points | 0x64006400)[:, None], packed_words)
     high, _ = gl.broadcast(((zero_points << 4) | 0x54005400)[:, None], packed_words)
-    x = gl.inline_asm_elementwise(
+    return gl.inline_asm_elementwise(
         _INT4_PTX, "=&r,=&r,=&r,=&r,r,r,r", [packed_words, low, high], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
     )
-    if IS_V:
-        scales = copy_low_16_bits_to_high(scales_and_zero_points)[:, None]
-        x = (_mul_f16x2(x[0], scales), _mul_f16x2(x[1], scales), _mul_f16x2(x[2], scales), _mul_f16x2(x[3], scales))
-    return x
 
 
 @gluon.jit
@@ -190,25 +184,31 @@ def _convert_8bit_x4_to_f16x2x2(packed_words, stored_format: gl.constexpr):
 
 
 @gluon.jit
-def dequant_rows_to_f16x2(packed, packed_scales_or_scale_bytes, IS_V: gl.constexpr, stored_format: gl.constexpr):
+def dequant_rows_to_f16x2(packed, packed_v_scales_or_block_scales, IS_V: gl.constexpr, stored_format: gl.constexpr):
     """Returns packed codes [BLOCK_N, W] as fp16 pairs in row order.
 
-    packed_scales_or_scale_bytes: from `pack_v_scale_and_zero_points`, or bytes of block scales
+    packed_v_scales_or_block_scales: from `pack_scale_and_zero_points_to_int32`, or bytes. K's token scales multiply
+    the scores.
     """
     NUM_KEYS: gl.constexpr = packed.shape[0]
     PACKED_WORDS: gl.constexpr = packed.shape[1]
     if stored_format.PACK == 4:
         if stored_format.BLOCK_SCALES:
             gl.static_assert(stored_format.CODE == "e2m1", "a code that this kernel does not know")
-            x = _dequant_e2m1x8_to_f16x2x4_div_64(packed, packed_scales_or_scale_bytes)
+            x = _dequant_e2m1x8_to_f16x2x4_div_64(packed, packed_v_scales_or_block_scales)
         else:
             gl.static_assert(stored_format.CODE == "int4", "a code that this kernel does not know")
-            x = _dequant_int4x8_to_f16x2x4(packed, packed_scales_or_scale_bytes, IS_V)
+            zero_points = (packed_v_scales_or_block_scales >> (16 if IS_V else 20)) & 15
+            x = _int4x8_minus_zero_points_to_f16x2x4(packed, zero_points)
+            if IS_V:
+                scales = copy_low_16_bits_to_high(packed_v_scales_or_block_scales)[:, None]
+                x = (_mul_f16x2(x[0], scales), _mul_f16x2(x[1], scales),
+                     _mul_f16x2(x[2], scales), _mul_f16x2(x[3], scales))  # fmt: skip
         return gl.join(gl.join(x[0], x[2]), gl.join(x[1], x[3])).reshape([NUM_KEYS, 4 * PACKED_WORDS])
     else:
         low, high = _convert_8bit_x4_to_f16x2x2(packed, stored_format)
         if stored_format.TOKEN_SCALES and IS_V:
-            scales = copy_low_16_bits_to_high(packed_scales_or_scale_bytes)[:, None]
+            scales = copy_low_16_bits_to_high(packed_v_scales_or_block_scales)[:, None]
             low, high = _mul_f16x2(low, scales), _mul_f16x2(high, scales)
         return gl.join(low, high).reshape([NUM_KEYS, 2 * PACKED_WORDS])
 
@@ -230,7 +230,7 @@ def load_page_id_of_each_key(page_table, n_start, key_begin, key_end, cfg: gl.co
 
 
 @gluon.jit
-def load_stored_k_or_v_scales(SCALES, page_ids, page_slots, valid, kv_head, IS_V: gl.constexpr, cfg: gl.constexpr):
+def load_k_or_v_scales_zero_oob(SCALES, page_ids, page_slots, m_key, kv_head, IS_V: gl.constexpr, cfg: gl.constexpr):
     """Loads stored scales of K or V, fp32 or a byte per block, blocks padded to a power of two; 0 where invalid.
 
     A side without stored scales has nothing to load.
@@ -244,22 +244,22 @@ def load_stored_k_or_v_scales(SCALES, page_ids, page_slots, valid, kv_head, IS_V
         L: gl.constexpr = gl.BlockedLayout([1, BLOCKS_PADDED], [32, 1], [gl.num_warps(), 1], [1, 0])
         o_i = gl.arange(0, BLOCKS_PADDED, gl.SliceLayout(0, L))
         o_scales = gl.convert_layout(o_scales, gl.SliceLayout(1, L), assert_trivial=True)
-        valid = gl.convert_layout(valid, gl.SliceLayout(1, L), assert_trivial=True)
+        m_key = gl.convert_layout(m_key, gl.SliceLayout(1, L), assert_trivial=True)
         p_byte = SCALES.to(gl.pointer_type(gl.uint8), bitcast=True) + o_scales[:, None] + o_i[None, :]
-        return gl.load(p_byte, mask=valid[:, None] & (o_i < NUM_BLOCKS)[None, :], other=0)
+        return gl.load(p_byte, mask=m_key[:, None] & (o_i < NUM_BLOCKS)[None, :], other=0)
     elif SIDE.TOKEN_SCALES:
-        return gl.load(SCALES + o_scales, mask=valid, other=0.0)
+        return gl.load(SCALES + o_scales, mask=m_key, other=0.0)
     else:
         return 0
 
 
 @gluon.jit
-def load_stored_k_and_v_scales(stored_scales, page_ids, n_start, key_begin, key_end, kv_head, cfg: gl.constexpr):
+def load_k_and_v_scales_zero_oob(stored_scales, page_ids, n_start, key_begin, key_end, kv_head, cfg: gl.constexpr):
     """Loads a tile's (K scales, V scales); 0 outside [key_begin, key_end)."""
     o_key = key_offsets(n_start, cfg)
-    valid, page_slots = (o_key >= key_begin) & (o_key < key_end), o_key % cfg.PAGE
-    k = load_stored_k_or_v_scales(stored_scales.K_SCALES, page_ids, page_slots, valid, kv_head, False, cfg)
-    return k, load_stored_k_or_v_scales(stored_scales.V_SCALES, page_ids, page_slots, valid, kv_head, True, cfg)
+    m_key, page_slots = (o_key >= key_begin) & (o_key < key_end), o_key % cfg.PAGE
+    k = load_k_or_v_scales_zero_oob(stored_scales.K_SCALES, page_ids, page_slots, m_key, kv_head, False, cfg)
+    return k, load_k_or_v_scales_zero_oob(stored_scales.V_SCALES, page_ids, page_slots, m_key, kv_head, True, cfg)
 
 
 @gluon.jit
@@ -286,8 +286,8 @@ def max_exponent(x):
 
 
 @gluon.jit
-def store_v_scales_and_k_block_scales_to_smem(stored_scales, k_and_v_scales, iter, cfg: gl.constexpr):
-    """Stores a tile's V scales, its K block scales and its zero points in shared memory: all but K's token scales.
+def store_tile_v_scale_and_packed_row_scales(stored_scales, k_and_v_scales, iter, cfg: gl.constexpr):
+    """Stores a tile's TileVScale, and its V token scales divided by it, packed with zero points, in shared memory.
 
     TileVScale has 2 × STAGES stages: consumers that read the one overwritten here have released its K, or the previous
     tile could not have been dequantized.
@@ -309,13 +309,8 @@ def store_v_scales_and_k_block_scales_to_smem(stored_scales, k_and_v_scales, ite
     elif cfg.K.CODE == "int4":
         v_row_scales = k * 0.0  # none: K's zero points alone are packed
     if cfg.V.TOKEN_SCALES or cfg.K.CODE == "int4":
-        row_scales = pack_v_scale_and_zero_points(v_row_scales, k_zero_points, v_zero_points)
+        row_scales = pack_scale_and_zero_points_to_int32(v_row_scales, k_zero_points, v_zero_points)
         stored_scales.row_scales_smem.index(stage).store(row_scales.to(stored_scales.row_scales_smem.dtype))
-    if cfg.K.BLOCK_SCALES:
-        store_block_scales_to_smem_by_part(stored_scales.k_block_scales_smem, k, stage, cfg.K_PARTS)
-    if cfg.V.BLOCK_SCALES:
-        store_block_scales_to_smem_by_part(stored_scales.v_block_scales_smem, v, stage, cfg.V_PARTS)
-    thread_barrier()
 
 
 # ---- tiles ----
@@ -330,24 +325,25 @@ def view_as_int32(stages):
 
 
 @gluon.jit
-def dequant_tile_to_16bit(
-    code_stages, stages, dequant_scales, iter, code_iter, key_begin, key_end, is_edge, k_scales_to_store,
+def dequant_tile_and_signal_barriers(
+    code_stages, stages_16bit, dequant_scales, iter, code_iter, key_begin, key_end, is_edge, k_token_scales_to_store,
     IS_V: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Dequantizes a tile, or part of one, to 16 bits. At an edge, rows of V outside [key_begin, key_end) become 0.
 
     dequant_scales: of the tile's rows, as `dequant_rows_to_f16x2` takes them
-    k_scales_to_store: (stages, token scales of K, the tile's iter), stored once the K stage is free
+    k_token_scales_to_store: (stages, token scales of K, the tile's iter), stored once the K stage is free
     """
     PACKED_WORDS: gl.constexpr = code_stages.tiles.shape[2] // 2
     SIDE: gl.constexpr = cfg.V if IS_V else cfg.K
     L: gl.constexpr = packed_codes_layout(PACKED_WORDS)
     # Wait for the codes and for a free 16-bit stage.
-    NUM_STAGES: gl.constexpr = stages.tiles.shape[0]
+    NUM_STAGES: gl.constexpr = stages_16bit.tiles.shape[0]
     code_tile = view_as_int32(code_stages).index(consumer_wait(code_stages.full_barriers, code_iter, cfg.CODE_STAGES))
-    tile = view_as_int32(stages).index(producer_acquire(stages.empty_barriers, iter, NUM_STAGES))
+    tile = view_as_int32(stages_16bit).index(producer_acquire(stages_16bit.empty_barriers, iter, NUM_STAGES))
     if cfg.K.TOKEN_SCALES and not IS_V:
-        k_scales_to_store[0].index(stage_and_phase(k_scales_to_store[2], cfg.STAGES)[0]).store(k_scales_to_store[1])
+        k_scales_smem, k_token_scales, tile_iter = k_token_scales_to_store
+        k_scales_smem.index(stage_and_phase(tile_iter, cfg.STAGES)[0]).store(k_token_scales)
     # NOTE: the whole tile at once: in parts, the compiler puts a barrier before each store.
     packed = code_tile.load(L)
     o_n = gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(1, L))
@@ -360,11 +356,11 @@ def dequant_tile_to_16bit(
         row_scales = dequant_scales.load(gl.SliceLayout(2, block_scale_broadcast_layout(PACKED_WORDS)))
     elif SIDE.TOKEN_SCALES and (IS_V or SIDE.CODE == "int4"):
         row_scales = dequant_scales.load(gl.SliceLayout(1, L)).to(gl.int32)
-    # Dequantize, signal full, release the codes.
+    # Dequantize, signal full, release codes.
     tile.store(dequant_rows_to_f16x2(packed, row_scales, IS_V, SIDE))
     fence_async_shared()
     thread_barrier()
-    mbarrier.arrive(stages.full_barriers.index(stage_and_phase(iter, NUM_STAGES)[0]))
+    mbarrier.arrive(stages_16bit.full_barriers.index(stage_and_phase(iter, NUM_STAGES)[0]))
     mbarrier.arrive(code_stages.empty_barriers.index(stage_and_phase(code_iter, cfg.CODE_STAGES)[0]))
 
 
@@ -378,7 +374,7 @@ _TRANSPOSE_PTX = gl.constexpr(
 
 
 @gluon.jit
-def transpose_v_tile_and_zero_oob_keys(
+def transpose_v_tile_and_signal_barriers(
     code_stages, v_stages, iter, code_iter, key_begin, key_end, is_edge, cfg: gl.constexpr
 ):
     """Transposes a tile of V codes to [columns, keys]; at an edge, keys outside [key_begin, key_end) become 0."""
@@ -401,24 +397,26 @@ def transpose_v_tile_and_zero_oob_keys(
 
 
 @gluon.jit
-def dequant_k_tile_by_parts(
-    stored_scales, code_stages, stages, k_token_scales, scale_stage, iter, code_iter, cfg: gl.constexpr
+def dequant_k_column_parts(
+    stored_scales, code_stages, stages_16bit, k_token_scales_to_store, scale_stage, iter, code_iter, cfg: gl.constexpr
 ):
-    """Does `dequant_tile_to_16bit` for the parts of a K tile. scale_stage: of its scales, except k_token_scales"""
+    """Does `dequant_tile_and_signal_barriers` for the parts of a K tile. scale_stage: of its other scales"""
     PARTS: gl.constexpr = cfg.K_PARTS
     for part in range(PARTS):
         scales = stored_scales.row_scales_smem.index(scale_stage)
         if cfg.K.BLOCK_SCALES:
             scales = stored_scales.k_block_scales_smem.index(scale_stage * PARTS + part)
-        dequant_tile_to_16bit(code_stages, stages, scales, iter * PARTS + part, code_iter * PARTS + part, 0, 0, False,
-                              (stored_scales.k_scales_smem, k_token_scales, iter), False, cfg)  # fmt: skip
+        dequant_tile_and_signal_barriers(
+            code_stages, stages_16bit, scales, iter * PARTS + part, code_iter * PARTS + part, 0, 0, False,
+            (stored_scales.k_scales_smem, k_token_scales_to_store, iter), False, cfg,
+        )  # fmt: skip
 
 
 @gluon.jit
-def dequant_v_tile_by_parts(
-    stored_scales, code_stages, stages, scale_stage, iter, code_iter, key_begin, key_end, cfg: gl.constexpr
-):  # fmt: skip
-    """Does `dequant_tile_to_16bit` for the parts of a V tile.
+def dequant_v_column_parts(
+    stored_scales, code_stages, stages_16bit, scale_stage, iter, code_iter, key_begin, key_end, cfg: gl.constexpr
+):
+    """Does `dequant_tile_and_signal_barriers` for the parts of a V tile.
 
     scale_stage: of its scales; key_begin, key_end: of its valid rows
     """
@@ -428,8 +426,10 @@ def dequant_v_tile_by_parts(
         scales = stored_scales.row_scales_smem.index(scale_stage)
         if cfg.V.BLOCK_SCALES:
             scales = stored_scales.v_block_scales_smem.index(scale_stage * PARTS + part)
-        dequant_tile_to_16bit(code_stages, stages, scales, iter * PARTS + part, code_iter * PARTS + part, key_begin,
-                              key_end, is_edge, (stored_scales.k_scales_smem, 0, iter), True, cfg)  # fmt: skip
+        dequant_tile_and_signal_barriers(
+            code_stages, stages_16bit, scales, iter * PARTS + part, code_iter * PARTS + part, key_begin, key_end,
+            is_edge, (stored_scales.k_scales_smem, 0, iter), True, cfg,
+        )  # fmt: skip
 
 
 # ---- converter warpgroup ----
@@ -442,7 +442,7 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
     HAS_STORED_SCALES: gl.constexpr = HAS_TOKEN_SCALES or cfg.K.BLOCK_SCALES or cfg.V.BLOCK_SCALES
     num_done, iter, code_iter = 0, 0, 0
     mbarrier.wait(q_stages.full_barriers.index(I_CONVERTER), 0)
-    work_tile, cached_prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONVERTER))
+    work_tile, cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONVERTER))
     mbarrier.arrive(q_stages.empty_barriers.index(I_CONVERTER), count=1)
     while work_tile.num_n_blocks > 0:
         key_begin, key_end, num_n_blocks, n_block_end = (
@@ -451,7 +451,7 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
         if cfg.HAS_NEW_KV:  # tiles of new K and V come first, and are not dequantized
             iter += work_tile.num_n_blocks
             key_begin, key_end, num_n_blocks, n_block_end = (
-                cached_prefix.key_begin, cached_prefix.key_end, cached_prefix.num_n_blocks, cached_prefix.n_block_end,
+                cached_range.key_begin, cached_range.key_end, cached_range.num_n_blocks, cached_range.n_block_end,
             )  # fmt: skip
         n_start = (n_block_end - 1) * cfg.BLOCK_N
         kv_head = kv_head_of(work_tile, cfg)
@@ -459,7 +459,9 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
         if HAS_STORED_SCALES:
             page_table = stored_scales.PAGE_TABLE + work_tile.i_request.to(gl.int64) * stored_scales.stride_table_b
             page_ids = load_page_id_of_each_key(page_table, n_start, key_begin, key_end, cfg)
-            next_scales = load_stored_k_and_v_scales(stored_scales, page_ids, n_start, key_begin, key_end, kv_head, cfg)
+            next_scales = load_k_and_v_scales_zero_oob(
+                stored_scales, page_ids, n_start, key_begin, key_end, kv_head, cfg
+            )
             page_ids = load_page_id_of_each_key(page_table, n_start - cfg.BLOCK_N, key_begin, key_end, cfg)
         num_iters = num_n_blocks
         if cfg.COLUMN_SPLIT:  # in the last iteration V alone
@@ -470,42 +472,50 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
             scales = (0, 0)
             if HAS_STORED_SCALES:
                 scales = next_scales
-                next_scales = load_stored_k_and_v_scales(
+                next_scales = load_k_and_v_scales_zero_oob(
                     stored_scales, page_ids, n_start - cfg.BLOCK_N, key_begin, key_end, kv_head, cfg
                 )
                 page_ids = load_page_id_of_each_key(page_table, n_start - 2 * cfg.BLOCK_N, key_begin, key_end, cfg)
-                store_v_scales_and_k_block_scales_to_smem(stored_scales, scales, code_iter, cfg)
+                store_tile_v_scale_and_packed_row_scales(stored_scales, scales, code_iter, cfg)
+                if cfg.K.BLOCK_SCALES:
+                    store_block_scales_to_smem_by_part(stored_scales.k_block_scales_smem, scales[0], stage, cfg.K_PARTS)
+                if cfg.V.BLOCK_SCALES:
+                    store_block_scales_to_smem_by_part(stored_scales.v_block_scales_smem, scales[1], stage, cfg.V_PARTS)
+                thread_barrier()
             # Dequantize K, then V.
             if cfg.COLUMN_SPLIT:
                 if not cfg.FP8_QK:  # noqa: SIM102 - known to the compiler, unlike the other
                     if i < num_n_blocks:
-                        dequant_k_tile_by_parts(
+                        dequant_k_column_parts(
                             stored_scales, k_code_stages, k_stages, scales[0], stage, iter, code_iter, cfg
                         )
                 if i > 0:
                     v_start = n_start + cfg.BLOCK_N
-                    dequant_v_tile_by_parts(stored_scales, v_code_stages, v_stages, stage ^ 1, iter - 1, code_iter - 1,
-                                    key_begin - v_start, key_end - v_start, cfg)  # fmt: skip
+                    dequant_v_column_parts(
+                        stored_scales, v_code_stages, v_stages, stage ^ 1, iter - 1, code_iter - 1,
+                        key_begin - v_start, key_end - v_start, cfg,
+                    )  # fmt: skip
             else:
                 k_dequant_scales = stored_scales.row_scales_smem.index(stage)
-                v_dequant_scales, k_scales_to_store = k_dequant_scales, (stored_scales.k_scales_smem, scales[0], iter)
+                v_dequant_scales = k_dequant_scales
+                k_token_scales_to_store = (stored_scales.k_scales_smem, scales[0], iter)
                 if cfg.K.BLOCK_SCALES:
                     k_dequant_scales = stored_scales.k_block_scales_smem.index(stage)
                 if cfg.V.BLOCK_SCALES:
                     v_dequant_scales = stored_scales.v_block_scales_smem.index(stage)
                 if not cfg.FP8_QK:
-                    dequant_tile_to_16bit(
+                    dequant_tile_and_signal_barriers(
                         k_code_stages, k_stages, k_dequant_scales, iter, code_iter, key_begin - n_start,
-                        key_end - n_start, is_edge, k_scales_to_store, False, cfg,
+                        key_end - n_start, is_edge, k_token_scales_to_store, False, cfg,
                     )  # fmt: skip
                 if cfg.FP8_PV:
-                    transpose_v_tile_and_zero_oob_keys(
+                    transpose_v_tile_and_signal_barriers(
                         v_code_stages, v_stages, iter, code_iter, key_begin - n_start, key_end - n_start, is_edge, cfg
                     )
                 else:
-                    dequant_tile_to_16bit(
+                    dequant_tile_and_signal_barriers(
                         v_code_stages, v_stages, v_dequant_scales, iter, code_iter, key_begin - n_start,
-                        key_end - n_start, is_edge, k_scales_to_store, True, cfg,
+                        key_end - n_start, is_edge, k_token_scales_to_store, True, cfg,
                     )  # fmt: skip
             iter += 1
             code_iter += 1
@@ -515,5 +525,5 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
             code_iter -= num_iters - num_n_blocks
         num_done += 1
         mbarrier.wait(q_stages.full_barriers.index(I_CONVERTER), num_done & 1)
-        work_tile, cached_prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONVERTER))
+        work_tile, cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONVERTER))
         mbarrier.arrive(q_stages.empty_barriers.index(I_CONVERTER), count=1)

@@ -20,9 +20,9 @@ from ..parts.dequant import load_scale, mma_dtype
 from ..parts.hadamard import RotationTensors
 from ..parts.online_softmax import LOG2E
 from ..parts.pipeline import allocate_mbarriers, pdl_launch_dependents, pdl_wait
-from .columns import second_consumer_rows_or_columns, second_consumer_rows_or_columns_new_kv
+from .columns import second_column_half_consumer, second_column_half_consumer_new_then_cached
 from .converter import StoredScales, converter
-from .mainloop import CallScales, NewAndCachedScales, SharedP, consumer, consumer_new_kv
+from .mainloop import CallScales, NewAndCachedScales, SharedP, consumer, consumer_new_then_cached
 from .producer import PipelineStages, producer
 from .query import ROWS_PER_WARPGROUP
 from .tile_scheduler import PAGE_IDS_ROW, TILE_INFO_FIELDS, load_q_begin
@@ -42,7 +42,7 @@ def allocate_stages_and_mbarriers(
 
 
 @gluon.jit
-def allocate_query_column_parts(dtype: gl.constexpr, cfg: gl.constexpr):
+def allocate_query_parts_and_mbarriers(dtype: gl.constexpr, cfg: gl.constexpr):
     """Allocates the one query tile of both consumers, in parts of its columns."""
     tiles = gl.allocate_shared_memory(
         dtype, [cfg.K_PARTS, ROWS_PER_WARPGROUP, cfg.K_COLUMNS], gl.NVMMASharedLayout(128, 16, 2)
@@ -51,7 +51,7 @@ def allocate_query_column_parts(dtype: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def allocate_p_for_second_consumer(dtype: gl.constexpr, cfg: gl.constexpr):
+def allocate_shared_p_scales_and_mbarriers(dtype: gl.constexpr, cfg: gl.constexpr):
     """Allocates SharedP."""
     UNSWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tiles = gl.allocate_shared_memory(
@@ -78,11 +78,44 @@ def view_as_e4m3(stages):
     return PipelineStages(tiles, stages.full_barriers, stages.empty_barriers)
 
 
+# ---- the second consumer warpgroup of every head size ----
+
+
+@gluon.jit
+def second_consumer_rows_or_columns(
+    out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
+    Q_DTYPE: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
+    """Runs the second consumer: of other columns, or of other rows."""
+    if cfg.COLUMN_SPLIT:
+        second_column_half_consumer(out_lse_and_sinks[0], strides, q_stages, tile_info, v_stages, shared_p, cfg)
+    else:
+        consumer(out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
+                 shared_p, 1, Q_DTYPE, cfg)  # fmt: skip
+
+
+@gluon.jit
+def second_consumer_rows_or_columns_new_then_cached(
+    out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
+    Q_DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr, new_cfg: gl.constexpr,
+):  # fmt: skip
+    """Does `second_consumer_rows_or_columns` where K and V of the new tokens are arguments of the call."""
+    if cfg.COLUMN_SPLIT:
+        second_column_half_consumer_new_then_cached(
+            out_lse_and_sinks[0], strides, q_stages, tile_info, v_stages, shared_p, NEW_DTYPE, cfg, new_cfg
+        )
+    else:
+        consumer_new_then_cached(
+            out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
+            1, Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
+        )  # fmt: skip
+
+
 # ---- warp roles where K and V of the new tokens are arguments ----
 
 
 @gluon.jit
-def warp_specialize_with_new_kv(tensors, call_scales, strides, smem_of_q_tile_info_kv_and_p, code_stages,
+def warp_specialize_with_new_kv(out_lse_and_sinks, call_scales, strides, smem_of_q_tile_info_kv_and_p, code_stages,
                                 stored_scales, tensor_maps, new_maps, page_table_and_lengths, B,
                                 Q_DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr,
                                 cfg: gl.constexpr, new_cfg: gl.constexpr):  # fmt: skip
@@ -94,32 +127,32 @@ def warp_specialize_with_new_kv(tensors, call_scales, strides, smem_of_q_tile_in
             [
                 (converter, (stored_scales, q_stages, tile_info, code_stages[0], code_stages[1], k_stages, v_stages,
                              cfg)),
-                (consumer_new_kv, (
-                    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p, 0,
-                    Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
+                (consumer_new_then_cached, (
+                    out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
+                    shared_p, 0, Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
                 )),
-                (second_consumer_rows_or_columns_new_kv, (
-                    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-                    Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
+                (second_consumer_rows_or_columns_new_then_cached, (
+                    out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
+                    shared_p, Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
                 )),
                 (producer, (tensor_maps, new_maps, page_table_and_lengths, B, stored_scales.stride_table_b, q_stages,
-                            tile_info, code_stages[0], code_stages[1], new_kv_stages, 3, cfg)),
+                            tile_info, code_stages[0], code_stages[1], new_kv_stages, cfg)),
             ],
             [4, 4, 1], [cfg.CONSUMER_REGISTERS, cfg.SECOND_CONSUMER_REGISTERS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (consumer_new_kv, (
-                    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p, 0,
-                    Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
+                (consumer_new_then_cached, (
+                    out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
+                    shared_p, 0, Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
                 )),
-                (second_consumer_rows_or_columns_new_kv, (
-                    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-                    Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
+                (second_consumer_rows_or_columns_new_then_cached, (
+                    out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
+                    shared_p, Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
                 )),
                 (producer, (tensor_maps, new_maps, page_table_and_lengths, B, stored_scales.stride_table_b, q_stages,
-                            tile_info, k_stages, v_stages, new_kv_stages, 2, cfg)),
+                            tile_info, k_stages, v_stages, new_kv_stages, cfg)),
             ],
             [4, 1], [cfg.SECOND_CONSUMER_REGISTERS, 24],
         )  # fmt: skip
@@ -161,7 +194,7 @@ def prefill_kernel(
     STAGES: gl.constexpr = cfg.STAGES
     READERS: gl.constexpr = 1 if cfg.COLUMN_SPLIT else 2  # consumers that read a stage of K or V
     if cfg.COLUMN_SPLIT:
-        q_stages = allocate_query_column_parts(MMA_DTYPE, cfg)
+        q_stages = allocate_query_parts_and_mbarriers(MMA_DTYPE, cfg)
     else:
         q_stages = allocate_stages_and_mbarriers(MMA_DTYPE, 2, ROWS_PER_WARPGROUP, cfg.D, 1)
     if cfg.FP8_QK:
@@ -173,7 +206,7 @@ def prefill_kernel(
     else:
         v_stages = allocate_stages_and_mbarriers(MMA_DTYPE, cfg.V_STAGES, cfg.BLOCK_N, cfg.V_COLUMNS, READERS)
     if cfg.COLUMN_SPLIT:
-        shared_p = allocate_p_for_second_consumer(MMA_DTYPE, cfg)
+        shared_p = allocate_shared_p_scales_and_mbarriers(MMA_DTYPE, cfg)
     else:
         warp_scheduler_barriers = None
         if cfg.PING_PONG:
@@ -193,7 +226,7 @@ def prefill_kernel(
         ROW: gl.constexpr = gl.int32 if cfg.K.CODE == "int4" or cfg.V.CODE == "int4" else gl.int16
         row_scales_smem = gl.allocate_shared_memory(
             ROW, [STAGES, cfg.BLOCK_N], UNSWIZZLED
-        )  # `pack_v_scale_and_zero_points`
+        )  # `pack_scale_and_zero_points_to_int32`
     if cfg.V.TOKEN_SCALES:
         tile_v_scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 2], UNSWIZZLED)
     if cfg.K.BLOCK_SCALES:
@@ -231,7 +264,8 @@ def prefill_kernel(
         cached_score_scale = cached_score_scale * k_scale
     if not cfg.HAS_V_SCALE:
         cached_v_scale = cached_v_scale * v_scale
-    tensors, rotation = (OUT, LSE, SINKS), RotationTensors(K_SIGNS, V_SIGNS, K_CHANNEL_SCALES, V_CHANNEL_SCALES)
+    out_lse_and_sinks = (OUT, LSE, SINKS)
+    rotation = RotationTensors(K_SIGNS, V_SIGNS, K_CHANNEL_SCALES, V_CHANNEL_SCALES)
     tensor_maps, page_table_and_lengths = (Q, K, V), (PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q)
     # Warp roles: converter, two consumers, producer.
     if cfg.HAS_NEW_KV:
@@ -243,8 +277,8 @@ def prefill_kernel(
             (q_stages, tile_info, k_stages, v_stages, shared_p), (k_code_stages, v_code_stages), (K_NEW, V_NEW),
         )  # fmt: skip
         warp_specialize_with_new_kv(
-            tensors, call_scales, strides, smem_of_q_tile_info_kv_and_p, code_stages, stored_scales, tensor_maps,
-            new_maps, page_table_and_lengths, B, Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
+            out_lse_and_sinks, call_scales, strides, smem_of_q_tile_info_kv_and_p, code_stages, stored_scales,
+            tensor_maps, new_maps, page_table_and_lengths, B, Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
         )  # fmt: skip
     elif cfg.CODE_STAGES > 0:
         call_scales = CallScales(cached_score_scale, K_SCALE, cached_v_scale * output_scale, V_SCALE, softcap, rotation)
@@ -255,12 +289,12 @@ def prefill_kernel(
             [
                 (converter, (stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, k_stages, v_stages,
                              cfg)),
-                (consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_read_stages, stored_scales,
-                            shared_p, 0, Q_DTYPE, cfg)),
-                (second_consumer_rows_or_columns, (tensors, call_scales, strides, q_stages, tile_info, k_stages,
-                                                   v_read_stages, stored_scales, shared_p, Q_DTYPE, cfg)),
+                (consumer, (out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_read_stages,
+                            stored_scales, shared_p, 0, Q_DTYPE, cfg)),
+                (second_consumer_rows_or_columns, (out_lse_and_sinks, call_scales, strides, q_stages, tile_info,
+                                                   k_stages, v_read_stages, stored_scales, shared_p, Q_DTYPE, cfg)),
                 (producer, (tensor_maps, tensor_maps, page_table_and_lengths, B, stride_table_b, q_stages, tile_info,
-                            k_code_stages, v_code_stages, tensor_maps, 3, cfg)),
+                            k_code_stages, v_code_stages, tensor_maps, cfg)),
             ],
             [4, 4, 1], [cfg.CONSUMER_REGISTERS, cfg.SECOND_CONSUMER_REGISTERS, 24],
         )  # fmt: skip
@@ -268,12 +302,12 @@ def prefill_kernel(
         call_scales = CallScales(cached_score_scale, K_SCALE, cached_v_scale * output_scale, V_SCALE, softcap, rotation)
         gl.warp_specialize(
             [
-                (consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
-                            shared_p, 0, Q_DTYPE, cfg)),
-                (second_consumer_rows_or_columns, (tensors, call_scales, strides, q_stages, tile_info, k_stages,
-                                                   v_stages, stored_scales, shared_p, Q_DTYPE, cfg)),
+                (consumer, (out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages,
+                            stored_scales, shared_p, 0, Q_DTYPE, cfg)),
+                (second_consumer_rows_or_columns, (out_lse_and_sinks, call_scales, strides, q_stages, tile_info,
+                                                   k_stages, v_stages, stored_scales, shared_p, Q_DTYPE, cfg)),
                 (producer, (tensor_maps, tensor_maps, page_table_and_lengths, B, stride_table_b, q_stages, tile_info,
-                            k_stages, v_stages, tensor_maps, 2, cfg)),
+                            k_stages, v_stages, tensor_maps, cfg)),
             ],
             [4, 1], [cfg.SECOND_CONSUMER_REGISTERS, 24],
         )  # fmt: skip

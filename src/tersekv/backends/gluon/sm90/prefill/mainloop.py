@@ -34,8 +34,8 @@ from ..parts.online_softmax import (
 )
 from ..parts.pipeline import producer_acquire, stage_and_phase, sync_and_arrive
 from .producer import PipelineStages
-from .query import ROWS_PER_WARPGROUP, prepare_query_operand_and_q_scales, score_layout, view_query_parts_as
-from .tile_scheduler import WorkTile, kv_head_of, read_work_tile_and_cached_prefix
+from .query import ROWS_PER_WARPGROUP, prepare_loaded_query_and_q_scales, score_layout, view_query_parts_as
+from .tile_scheduler import WorkTile, kv_head_of, read_work_tile_and_cached_range
 
 MIN_SCALE = gl.constexpr(1e-30)  # of scores: −inf × MIN_SCALE is −inf
 MIN_V_SCALE = gl.constexpr(1e-30)  # of cached V: acc_o is divided by it
@@ -232,7 +232,7 @@ def load_log2_and_inv_tile_v_scale(stored_scales, iter, cfg: gl.constexpr):
 
 
 @gluon.jit
-def softmax_p_sums_max_and_rescale(
+def softmax_p_lane_sums_max_and_rescale(
     s, row_max, mask_args, n_start, score_scales, tile_v_scale, softcap, MASKED: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Returns (P in fp32, row sums per lane, row_max, rescale) of a tile of scores."""
@@ -278,16 +278,16 @@ def wait_v_and_zero_oob_rows(
 
 
 @gluon.jit
-def start_pv(state, v_stages, iter, cfg: gl.constexpr):
+def start_pv(acc_o, p_packed, v_stages, iter, cfg: gl.constexpr):
     """Starts acc_o += PV of a tile whose V stage is full; returns acc_o in flight."""
     A: gl.constexpr = gl.DotOperandLayout(0, acc_layout(cfg), 2)
     stage, _ = stage_and_phase(iter, cfg.STAGES)
-    p = unpack_p_16bit(state.p_packed, v_stages.tiles.dtype, A)
+    p = unpack_p_16bit(p_packed, v_stages.tiles.dtype, A)
     if cfg.COLUMN_SPLIT:
-        v = smem_column_half_of_v(v_stages, 0, cfg)
+        v = view_column_half_of_v_tile(v_stages, 0, cfg)
     else:
         v = v_stages.tiles.index(stage)
-    return warpgroup_mma(p, v, state.acc_o, is_async=True)
+    return warpgroup_mma(p, v, acc_o, is_async=True)
 
 
 @gluon.jit
@@ -303,10 +303,10 @@ def release_v(v_stages, stage, cfg: gl.constexpr):
 
 
 @gluon.jit
-def smem_column_half_of_v(v_stages, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
+def view_column_half_of_v_tile(v_parts, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
     """Returns the columns of V that a consumer multiplies: [BLOCK_N, ACC_COLUMNS]."""
     SHAPE: gl.constexpr = [2, cfg.BLOCK_N, cfg.ACC_COLUMNS]
-    return reinterpret(v_stages.tiles, v_stages.tiles.dtype, SHAPE, v_stages.tiles.layout).index(I_CONSUMER)
+    return reinterpret(v_parts.tiles, v_parts.tiles.dtype, SHAPE, v_parts.tiles.layout).index(I_CONSUMER)
 
 
 @gluon.jit
@@ -317,11 +317,11 @@ def wait_v_columns_and_zero_oob_rows(v_stages, iter, key_begin, key_end, I_CONSU
         mbarrier.wait(v_stages.full_barriers.index(I_CONSUMER * PARTS + part), iter & 1)
     if not cfg.CONVERTS_KV:  # noqa: SIM102 - known to the compiler, unlike the other
         if (key_begin > 0) | (key_end < cfg.BLOCK_N):
-            zero_oob_v_rows_in_smem(smem_column_half_of_v(v_stages, I_CONSUMER, cfg), key_begin, key_end)
+            zero_oob_v_rows_in_smem(view_column_half_of_v_tile(v_stages, I_CONSUMER, cfg), key_begin, key_end)
 
 
 @gluon.jit
-def wait_last_v_columns_and_zero_oob_rows(v_stages, iter, work_tile, cfg: gl.constexpr):
+def wait_last_block_v_columns_and_zero_oob(v_stages, iter, work_tile, cfg: gl.constexpr):
     """Does `wait_v_columns_and_zero_oob_rows` for the last tile of a work tile, which holds its first keys."""
     n_start = (work_tile.n_block_end - work_tile.num_n_blocks) * cfg.BLOCK_N
     wait_v_columns_and_zero_oob_rows(v_stages, iter, work_tile.key_begin - n_start, work_tile.key_end - n_start, 0, cfg)
@@ -366,8 +366,8 @@ def store_acc_scale_for_second_consumer(shared_p, acc_scale, num_done):
 class FP8SoftmaxState(NamedTuple):
     """As `SoftmaxState`, with acc_o in halves one block behind: `rescale` is still to be applied to them."""
 
-    acc_low: gl.tensor
-    acc_high: gl.tensor
+    acc_left: gl.tensor
+    acc_right: gl.tensor
     rescale: gl.tensor
     row_max: gl.tensor
     row_sum: gl.tensor
@@ -445,20 +445,20 @@ def rescale_and_add(acc_o, product, rescale):
 
 
 @gluon.jit
-def concat_halves(acc_low, acc_high, LAYOUT: gl.constexpr):
+def concat_halves(acc_left, acc_right, LAYOUT: gl.constexpr):
     """Returns both halves side by side, in LAYOUT."""
-    x = gl.permute(gl.join(acc_low, acc_high), (0, 2, 1))
-    return gl.convert_layout(gl.reshape(x, [acc_low.shape[0], 2 * acc_low.shape[1]]), LAYOUT, assert_trivial=True)
+    x = gl.permute(gl.join(acc_left, acc_right), (0, 2, 1))
+    return gl.convert_layout(gl.reshape(x, [acc_left.shape[0], 2 * acc_left.shape[1]]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def start_qk_and_fp8_pv_high_finish_low(state, q, q_stages, k_stages, v_stages, iter, has_next, cfg: gl.constexpr):
-    """Returns (scores in flight, acc_low after PV, PV of the other half in flight), all by 8-bit MMAs."""
+def start_qk_add_left_pv_start_right_pv(state, q, q_stages, k_stages, v_stages, iter, has_next, cfg: gl.constexpr):
+    """Returns (scores in flight, acc_left after PV, PV of the other half in flight), all by 8-bit MMAs."""
     p_operand = unpack_p_e4m3_to_mma_operand(state.p_packed, cfg)
-    acc_low = start_half_pv_from_zero(p_operand, v_stages, iter - 1, 0, cfg)
+    acc_left = start_half_pv_from_zero(p_operand, v_stages, iter - 1, 0, cfg)
     s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg, has_next)
-    acc_low = rescale_and_add(state.acc_low, warpgroup_mma_wait(1, [acc_low]), state.rescale)
-    return s, acc_low, start_half_pv_from_zero(p_operand, v_stages, iter - 1, 1, cfg)
+    acc_left = rescale_and_add(state.acc_left, warpgroup_mma_wait(1, [acc_left]), state.rescale)
+    return s, acc_left, start_half_pv_from_zero(p_operand, v_stages, iter - 1, 1, cfg)
 
 
 # ---- mainloop ----
@@ -486,7 +486,7 @@ def softmax_state_after_first_block(
     acc_o, row_max = acc_and_max
     if cfg.FP8_PV:
         row_max = FP8RowMax(row_max, row_max)
-    p, p_sums, row_max, rescale = softmax_p_sums_max_and_rescale(
+    p, p_sums, row_max, rescale = softmax_p_lane_sums_max_and_rescale(
         s, row_max, mask_args, n_start, score_scales, tile_v_scale, softcap, True, cfg
     )
     if cfg.COLUMN_SPLIT:  # noqa: SIM102 - known to the compiler, unlike the other
@@ -508,7 +508,7 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
     prev_stage, _ = stage_and_phase(iter - 1, cfg.STAGES)
     warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER, cfg)
     if cfg.FP8_PV:
-        s, acc_low, acc_high = start_qk_and_fp8_pv_high_finish_low(
+        s, acc_left, acc_right = start_qk_add_left_pv_start_right_pv(
             state, q, q_stages, k_stages, v_stages, iter, True, cfg
         )
     else:
@@ -518,7 +518,7 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
             wait_v_columns_and_zero_oob_rows(
                 v_stages, iter - 1, mask_args.key_begin - prev_start, mask_args.key_end - prev_start, 0, cfg
             )
-        acc_o = start_pv(state, v_stages, iter - 1, cfg)
+        acc_o = start_pv(state.acc_o, state.p_packed, v_stages, iter - 1, cfg)
     warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg)
     tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, code_iter, cfg)
     k_scales = load_k_token_scales_or_placeholder(stored_scales, iter, cfg)
@@ -531,7 +531,7 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
     if not cfg.COLUMN_SPLIT:
         wait_v_and_zero_oob_rows(v_stages, iter - 1, mask_args, n_start, False, False, cfg)
     # Mask and online softmax.
-    p, p_sums, row_max, rescale = softmax_p_sums_max_and_rescale(
+    p, p_sums, row_max, rescale = softmax_p_lane_sums_max_and_rescale(
         s, state.row_max, mask_args, n_start, score_scales, tile_v_scale, softcap, MASKED, cfg
     )
     L: gl.constexpr = gl.SliceLayout(1, state.row_sum.type.layout)
@@ -547,10 +547,10 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
             v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID, cfg
         )
     if cfg.FP8_PV:
-        acc_high = warpgroup_mma_wait(0, [acc_high])
+        acc_right = warpgroup_mma_wait(0, [acc_right])
         mbarrier.arrive(v_stages.empty_barriers.index(prev_stage), count=1)
-        acc_high = rescale_and_add(state.acc_high, acc_high, state.rescale)
-        return FP8SoftmaxState(acc_low, acc_high, rescale, row_max, row_sum, pack_p_e4m3(p))
+        acc_right = rescale_and_add(state.acc_right, acc_right, state.rescale)
+        return FP8SoftmaxState(acc_left, acc_right, rescale, row_max, row_sum, pack_p_e4m3(p))
     else:
         acc_o = warpgroup_mma_wait(0, [acc_o])
         release_v(v_stages, prev_stage, cfg)
@@ -559,10 +559,10 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
 
 
 @gluon.jit
-def mainloop_after_first_block(state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages,
-                               shared_p, iter, code_iter, work_tile, release_q, I_CONSUMER: gl.constexpr,
-                               cfg: gl.constexpr):  # fmt: skip
-    """Computes all blocks of a work tile but the first; returns (state, iter, code_iter)."""
+def mainloop_except_first_qk_and_last_pv(
+    state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages, shared_p, iter, code_iter,
+    work_tile, release_q, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+    """Computes all blocks of a work tile but the first, up to the last PV; returns (state, iter, code_iter)."""
     first_n_block, unmasked_begin, unmasked_end = lowest_n_block_and_unmasked_range(work_tile, I_CONSUMER, cfg)
     first_key = first_n_block * cfg.BLOCK_N
     n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
@@ -647,7 +647,7 @@ def store_output_and_lse(OUT, LSE, SINKS, work_tile, state, v_scale, strides, sh
 
 @gluon.jit
 def prepare_loaded_query_scales_and_mask_args(
-    work_tile, q_stages, call_scales, I_CONSUMER: gl.constexpr, Q_DTYPE: gl.constexpr, cfg: gl.constexpr
+    work_tile, q_stages, call_scales, I_CONSUMER: gl.constexpr, LOADED_Q_DTYPE: gl.constexpr, cfg: gl.constexpr
 ):
     """Returns (query operand, score scales in base 2, MaskArgs) of a work tile whose query is loaded."""
     kv_head = kv_head_of(work_tile, cfg)
@@ -655,23 +655,23 @@ def prepare_loaded_query_scales_and_mask_args(
     if cfg.HAS_K_SCALE:
         score_scale = score_scale * gl.load(call_scales.K_SCALE + kv_head * cfg.K_SCALE_STRIDE)
     sign = gl.where(score_scale < 0, -1.0, 1.0)
-    q, q_scales = prepare_query_operand_and_q_scales(
-        q_stages, I_CONSUMER, sign, call_scales.rotation, kv_head, Q_DTYPE, cfg
+    q, q_scales = prepare_loaded_query_and_q_scales(
+        q_stages, I_CONSUMER, sign, call_scales.rotation, kv_head, LOADED_Q_DTYPE, cfg
     )
     return q, gl.maximum(q_scales * (score_scale * sign), MIN_SCALE), make_mask_args(work_tile, I_CONSUMER, cfg)
 
 
 @gluon.jit
-def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
+def consumer(out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
              I_CONSUMER: gl.constexpr, Q_DTYPE: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Computes 64 rows of every work tile of this CTA: first block, main loop, epilogue."""
-    OUT, LSE, SINKS = tensors
+    OUT, LSE, SINKS = out_lse_and_sinks
     softcap = call_scales.softcap
     ZERO_INVALID: gl.constexpr = not cfg.CONVERTS_KV
     V: gl.constexpr = v_stages.tiles.dtype
     num_done, iter = 0, 0  # work tiles done, blocks begun
     mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), 0)
-    work_tile, _prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))
+    work_tile, _cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONSUMER))
     if work_tile.num_n_blocks > 0:
         q, score_scales, mask_args = prepare_loaded_query_scales_and_mask_args(
             work_tile, q_stages, call_scales, I_CONSUMER, Q_DTYPE, cfg
@@ -695,7 +695,7 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
             )
         iter += 1
         while work_tile.num_n_blocks > 0:
-            state, iter, _codes = mainloop_after_first_block(
+            state, iter, _codes = mainloop_except_first_qk_and_last_pv(
                 state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages, shared_p, iter,
                 iter, work_tile, True, I_CONSUMER, cfg)  # fmt: skip
             # The last PV of a work tile overlaps the first QK of the next. After the last work tile, QK runs on
@@ -703,7 +703,7 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
             finished_tile = work_tile
             num_done += 1
             mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), num_done & 1)
-            work_tile, _prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))
+            work_tile, _cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONSUMER))
             has_next = work_tile.num_n_blocks > 0
             q, score_scales, mask_args = prepare_loaded_query_scales_and_mask_args(
                 work_tile, q_stages, call_scales, I_CONSUMER, Q_DTYPE, cfg
@@ -711,14 +711,14 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
             n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
             warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER, cfg, has_next)
             if cfg.FP8_PV:
-                s, acc_low, acc_high = start_qk_and_fp8_pv_high_finish_low(
+                s, acc_left, acc_right = start_qk_add_left_pv_start_right_pv(
                     state, q, q_stages, k_stages, v_stages, iter, has_next, cfg
                 )
             else:
                 s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg, has_next)
                 if cfg.COLUMN_SPLIT:
-                    wait_last_v_columns_and_zero_oob_rows(v_stages, iter - 1, finished_tile, cfg)
-                acc_o = start_pv(state, v_stages, iter - 1, cfg)
+                    wait_last_block_v_columns_and_zero_oob(v_stages, iter - 1, finished_tile, cfg)
+                acc_o = start_pv(state.acc_o, state.p_packed, v_stages, iter - 1, cfg)
             warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg, has_next)
             tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, iter, cfg)
             k_scales = load_k_token_scales_or_placeholder(stored_scales, iter, cfg)
@@ -727,8 +727,8 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
             mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=work_tile.num_n_blocks == 1)
             # Finish PV, release V.
             if cfg.FP8_PV:
-                acc_high = rescale_and_add(state.acc_high, warpgroup_mma_wait(0, [acc_high]), state.rescale)
-                acc_o, row_max = concat_halves(acc_low, acc_high, acc_layout(cfg)), state.row_max.row_max
+                acc_right = rescale_and_add(state.acc_right, warpgroup_mma_wait(0, [acc_right]), state.rescale)
+                acc_o, row_max = concat_halves(acc_left, acc_right, acc_layout(cfg)), state.row_max.row_max
             else:
                 acc_o, row_max = warpgroup_mma_wait(0, [acc_o]), state.row_max
             release_v(v_stages, stage_and_phase(iter - 1, cfg.STAGES)[0], cfg)
@@ -788,15 +788,15 @@ def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales
     # QK of this block, PV of the last new block.
     s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg)
     if cfg.COLUMN_SPLIT:
-        wait_last_v_columns_and_zero_oob_rows(new_v_stages, iter - 1, new_tile, new_cfg)
-    acc_o = start_pv(state, new_v_stages, iter - 1, new_cfg)
+        wait_last_block_v_columns_and_zero_oob(new_v_stages, iter - 1, new_tile, new_cfg)
+    acc_o = start_pv(state.acc_o, state.p_packed, new_v_stages, iter - 1, new_cfg)
     tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, code_iter, cfg)
     k_scales = load_k_token_scales_or_placeholder(stored_scales, iter, cfg)
     s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
     release_k(k_stages, iter, cfg)
     mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=is_last)
     # Mask and online softmax.
-    p, p_sums, row_max, rescale = softmax_p_sums_max_and_rescale(
+    p, p_sums, row_max, rescale = softmax_p_lane_sums_max_and_rescale(
         s, state.row_max, mask_args, n_start, score_scales, tile_v_scale, call_scales.softcap, True, cfg
     )
     row_sum = state.row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, state.row_sum.type.layout))[:, None] + p_sums
@@ -818,21 +818,22 @@ def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales
 
 
 @gluon.jit
-def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-                    I_CONSUMER: gl.constexpr, Q_DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr,
-                    new_cfg: gl.constexpr):  # fmt: skip
+def consumer_new_then_cached(
+    out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
+    I_CONSUMER: gl.constexpr, Q_DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr,
+    new_cfg: gl.constexpr):  # fmt: skip
     """Computes 64 rows of every work tile of this CTA. new_cfg: `cfg` for new blocks."""
-    OUT, LSE, SINKS = tensors
+    OUT, LSE, SINKS = out_lse_and_sinks
     new_k_stages, new_v_stages = view_stages_as(k_stages, NEW_DTYPE), view_stages_as(v_stages, NEW_DTYPE)
     new_q_stages = view_stages_as(q_stages, NEW_DTYPE)
     sign = gl.where(call_scales.new_score_scale < 0, -1.0, 1.0)
     num_done, iter, code_iter = 0, 0, 0  # work tiles done; blocks done, of them cached ones
     mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), 0)
-    work_tile, cached_prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))
+    work_tile, cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONSUMER))
     while work_tile.num_n_blocks > 0:
-        has_no_cached = cached_prefix.num_n_blocks == 0
+        has_no_cached = cached_range.num_n_blocks == 0
         # First new block: QK, mask, softmax.
-        q, q_scales = prepare_query_operand_and_q_scales(
+        q, q_scales = prepare_loaded_query_and_q_scales(
             new_q_stages, I_CONSUMER, sign, call_scales.rotation, kv_head_of(work_tile, cfg), Q_DTYPE, new_cfg
         )
         score_scales = gl.maximum(q_scales * (call_scales.new_score_scale * sign), MIN_SCALE)
@@ -854,39 +855,39 @@ def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages
             )
         iter += 1
         # Other new blocks.
-        state, iter, _code_iter = mainloop_after_first_block(
+        state, iter, _code_iter = mainloop_except_first_qk_and_last_pv(
             state, mask_args, q, score_scales, stored_scales, call_scales.softcap, q_stages, new_k_stages, new_v_stages,
             shared_p, iter, iter, work_tile, has_no_cached, I_CONSUMER, new_cfg)  # fmt: skip
         cached_score_scale, v_unit = load_score_and_v_scale_of_cached_kv(work_tile, call_scales, cfg)
         v_unit = gl.where(has_no_cached, 1.0, v_unit)
         if has_no_cached:
             if cfg.COLUMN_SPLIT:
-                wait_last_v_columns_and_zero_oob_rows(new_v_stages, iter - 1, work_tile, new_cfg)
-            acc_o = warpgroup_mma_wait(0, [start_pv(state, new_v_stages, iter - 1, new_cfg)])
+                wait_last_block_v_columns_and_zero_oob(new_v_stages, iter - 1, work_tile, new_cfg)
+            acc_o = warpgroup_mma_wait(0, [start_pv(state.acc_o, state.p_packed, new_v_stages, iter - 1, new_cfg)])
             state = SoftmaxState(acc_o, state.row_max, state.row_sum, state.p_packed)
         else:
             # Cached blocks. Names of their own: the types differ from those of new blocks.
             cached_scales = cached_score_scale * sign
             cached_sign = gl.where(cached_scales < 0, -1.0, 1.0)
-            cached_q, cached_q_scales = prepare_query_operand_and_q_scales(
+            cached_q, cached_q_scales = prepare_loaded_query_and_q_scales(
                 q_stages, I_CONSUMER, cached_sign, call_scales.rotation, kv_head_of(work_tile, cfg), NEW_DTYPE, cfg
             )
             cached_scales = gl.maximum(cached_q_scales * (cached_scales * cached_sign), MIN_SCALE)
-            cached_tile = WorkTile(work_tile.q_row, work_tile.num_tokens_left, cached_prefix.causal_limit,
-                                   cached_prefix.key_end, cached_prefix.num_n_blocks, cached_prefix.n_block_end,
-                                   cached_prefix.key_begin, work_tile.head_tile, work_tile.i_request)  # fmt: skip
+            cached_tile = WorkTile(work_tile.q_row, work_tile.num_tokens_left, cached_range.causal_limit,
+                                   cached_range.key_end, cached_range.num_n_blocks, cached_range.n_block_end,
+                                   cached_range.key_begin, work_tile.head_tile, work_tile.i_request)  # fmt: skip
             cached_mask_args = make_mask_args(cached_tile, I_CONSUMER, cfg)
             state = mainloop_step_new_to_cached(state, cached_mask_args, cached_q, cached_scales, stored_scales, v_unit,
                                                 call_scales, kv_head_of(work_tile, cfg), q_stages, k_stages, v_stages,
                                                 new_v_stages, shared_p, work_tile, iter, code_iter,
-                                                (cached_prefix.n_block_end - 1) * cfg.BLOCK_N,
-                                                cached_prefix.num_n_blocks == 1, I_CONSUMER, cfg, new_cfg)  # fmt: skip
-            state, iter, code_iter = mainloop_after_first_block(
+                                                (cached_range.n_block_end - 1) * cfg.BLOCK_N,
+                                                cached_range.num_n_blocks == 1, I_CONSUMER, cfg, new_cfg)  # fmt: skip
+            state, iter, code_iter = mainloop_except_first_qk_and_last_pv(
                 state, cached_mask_args, cached_q, cached_scales, stored_scales, call_scales.softcap, q_stages,
                 k_stages, v_stages, shared_p, iter + 1, code_iter + 1, cached_tile, True, I_CONSUMER, cfg)  # fmt: skip
             if cfg.COLUMN_SPLIT:
-                wait_last_v_columns_and_zero_oob_rows(v_stages, iter - 1, cached_tile, cfg)
-            acc_o = warpgroup_mma_wait(0, [start_pv(state, v_stages, iter - 1, cfg)])
+                wait_last_block_v_columns_and_zero_oob(v_stages, iter - 1, cached_tile, cfg)
+            acc_o = warpgroup_mma_wait(0, [start_pv(state.acc_o, state.p_packed, v_stages, iter - 1, cfg)])
             if cfg.V_ROTATION.ENABLED:
                 acc_o = unrotate_and_scale_acc_rows(acc_o, call_scales.rotation, kv_head_of(work_tile, cfg), cfg)
             state = SoftmaxState(acc_o, state.row_max, state.row_sum, state.p_packed)
@@ -896,4 +897,4 @@ def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages
                              num_done, I_CONSUMER, cfg)  # fmt: skip
         num_done += 1
         mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), num_done & 1)
-        work_tile, cached_prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))
+        work_tile, cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONSUMER))

@@ -13,14 +13,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ...versions import reinterpret, thread_barrier, tma_load
 from ..parts.pipeline import producer_acquire
 from .tile_scheduler import (
+    I_CONVERTER,
     PAGE_IDS_ROW,
     REQUESTS_PER_STEP,
-    CachedPrefix,
+    CachedKeyRange,
     WorkTile,
     element_as_scalar,
     kv_head_of,
     load_num_m_blocks,
-    make_work_tile_and_cached_prefix,
+    make_work_tile_and_cached_range,
     publish_work_tile,
     request_m_block_and_head_tile,
     work_tile_of_round,
@@ -73,7 +74,7 @@ def lanes_to_scalars(page_ids, smem_scratch):
 
 
 @gluon.jit
-def start_copy_of_query_tile(Q, q_stages, i_consumer, work_tile, cfg: gl.constexpr):
+def start_query_copy_to_acquired_stage(Q, q_stages, i_consumer, work_tile, cfg: gl.constexpr):
     """Starts the copies of a consumer's 64 query rows, whose stage is free."""
     PANEL_COLUMNS: gl.constexpr = Q.block_shape[2]
     NUM_PANELS: gl.constexpr = cfg.K_PARTS * q_stages.tiles.shape[2] // PANEL_COLUMNS
@@ -183,38 +184,38 @@ def acquire_and_copy_new_kv_stage(
 
 
 @gluon.jit
-def publish_work_tile_to_converter(
-    work_tile, cached_prefix, q_stages, tile_info, num_done, NUM_TILE_READERS: gl.constexpr
+def publish_work_tile_to_converter_if_any(
+    work_tile, cached_range, full_barriers, empty_barriers, tile_info, tile_iter, cfg: gl.constexpr
 ):
     """Publishes a work tile for the converter, if there is one."""
-    for i in gl.static_range(2, NUM_TILE_READERS):
-        mbarrier.wait(q_stages.empty_barriers.index(i), (num_done & 1) ^ 1)
-        publish_work_tile(tile_info.index(i), work_tile, cached_prefix)
-        mbarrier.arrive(q_stages.full_barriers.index(i), count=1)
+    if cfg.CODE_STAGES > 0:
+        mbarrier.wait(empty_barriers.index(I_CONVERTER), (tile_iter & 1) ^ 1)
+        publish_work_tile(tile_info.index(I_CONVERTER), work_tile, cached_range)
+        mbarrier.arrive(full_barriers.index(I_CONVERTER), count=1)
 
 
 @gluon.jit
-def publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_prefix, num_done, cfg: gl.constexpr):
+def publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_range, tile_iter, cfg: gl.constexpr):
     """Publishes a work tile for both consumers and starts the copies of their queries."""
     for i_consumer in gl.static_range(2):
-        mbarrier.wait(q_stages.empty_barriers.index(i_consumer), (num_done & 1) ^ 1)
-        publish_work_tile(tile_info.index(i_consumer), work_tile, cached_prefix)
+        mbarrier.wait(q_stages.empty_barriers.index(i_consumer), (tile_iter & 1) ^ 1)
+        publish_work_tile(tile_info.index(i_consumer), work_tile, cached_range)
         if cfg.COLUMN_SPLIT and i_consumer == 1:  # the second consumer reads no query
             mbarrier.arrive(q_stages.full_barriers.index(i_consumer), count=1)
         else:
-            start_copy_of_query_tile(Q, q_stages, i_consumer, work_tile, cfg)
+            start_query_copy_to_acquired_stage(Q, q_stages, i_consumer, work_tile, cfg)
 
 
 @gluon.jit
 def copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, n_block_end, num_n_blocks, key_begin, key_end, iter,
-                   kv_head, query_args, cfg: gl.constexpr):  # fmt: skip
+                   kv_head, publish_and_query_args, cfg: gl.constexpr):  # fmt: skip
     """Copies tiles of the paged cache, from the last to the first; returns the next `iter`.
 
-    query_args: without new K and V, the queries are copied after the first K tile
+    publish_and_query_args: without new K and V, the queries are copied after the first K tile
     COLUMN_SPLIT: stages hold one tile of V, so K is copied a tile ahead of V
     """
     Q, K, V = tensor_maps
-    q_stages, tile_info, work_tile, cached_prefix, num_done = query_args
+    q_stages, tile_info, work_tile, cached_range, tile_iter = publish_and_query_args
     # Page ids are loaded one tile ahead.
     n_block = n_block_end - 1
     page_ids = load_page_ids_by_lane(page_table, n_block, key_begin, key_end, num_n_blocks > 0, cfg)
@@ -227,7 +228,7 @@ def copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, n_block_end, num
                 acquire_and_copy_kv_block(K, k_stages, block_page_ids, n_block, iter + i, kv_head, cfg.K_PARTS, cfg)
             if not cfg.HAS_NEW_KV:  # noqa: SIM102
                 if i == 0:
-                    publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_prefix, num_done, cfg)
+                    publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_range, tile_iter, cfg)
             if i > 0:
                 acquire_and_copy_kv_block(
                     V, v_stages, prev_page_ids, n_block + 1, iter + i - 1, kv_head, cfg.V_PARTS, cfg
@@ -242,7 +243,7 @@ def copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, n_block_end, num
             acquire_and_copy_kv_block(K, k_stages, block_page_ids, n_block, iter, kv_head, cfg.K_PARTS, cfg)
             if not cfg.HAS_NEW_KV:  # noqa: SIM102 - known to the compiler, unlike the other
                 if i == 0:
-                    publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_prefix, num_done, cfg)
+                    publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_range, tile_iter, cfg)
             acquire_and_copy_kv_block(V, v_stages, block_page_ids, n_block, iter, kv_head, cfg.V_PARTS, cfg)
             iter += 1
             n_block -= 1
@@ -250,12 +251,14 @@ def copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, n_block_end, num
 
 
 @gluon.jit
-def copy_queries_and_new_kv(new_maps, new_kv_stages, query_args, Q, new_iter, kv_head, cfg: gl.constexpr):
+def publish_tile_copy_queries_and_new_kv(
+    new_maps, new_kv_stages, publish_and_query_args, Q, new_iter, kv_head, cfg: gl.constexpr
+):
     """Copies the queries and tiles of new K and V, K a tile ahead of V; returns the next `new_iter`."""
-    q_stages, tile_info, work_tile, cached_prefix, num_done = query_args
+    q_stages, tile_info, work_tile, cached_range, tile_iter = publish_and_query_args
     q_row = work_tile.q_row - work_tile.causal_limit
     # NOTE: queries first: once the second consumer is done with the last work tile, all earlier KV stages are free.
-    publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_prefix, num_done, cfg)
+    publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_range, tile_iter, cfg)
     for i in range(work_tile.num_n_blocks + 1):
         n_block = work_tile.n_block_end - 1 - i
         if i < work_tile.num_n_blocks:
@@ -275,7 +278,7 @@ def copy_queries_and_new_kv(new_maps, new_kv_stages, query_args, Q, new_iter, kv
 @gluon.jit
 def producer(
     tensor_maps, new_maps, page_table_and_lengths, B, stride_table_b, q_stages, tile_info, k_stages, v_stages,
-    new_kv_stages, NUM_TILE_READERS: gl.constexpr, cfg: gl.constexpr,
+    new_kv_stages, cfg: gl.constexpr,
 ):  # fmt: skip
     """Copies all work tiles of this CTA, then publishes an empty work tile as the end.
 
@@ -286,11 +289,11 @@ def producer(
     work_tiles_before = first_request  # work tiles of the requests before `first_request`
     num_m_blocks = load_num_m_blocks(CU_SEQLENS_Q, B, first_request, cfg)
     num_work_tiles = gl.sum(num_m_blocks, 0) * cfg.HEAD_TILES
-    num_done = first_request  # work tiles published
+    tile_iter = first_request  # work tiles published
     iter = first_request  # tiles copied from the cache
     new_iter = first_request  # tiles of new K and V; of both where they use the same stages
     while first_request < B:
-        i_work_tile = work_tile_of_round(num_done) - work_tiles_before
+        i_work_tile = work_tile_of_round(tile_iter) - work_tiles_before
         if i_work_tile >= num_work_tiles:
             # It is of a later request: search the next ones.
             work_tiles_before += num_work_tiles
@@ -301,18 +304,20 @@ def producer(
             # Next work tile; the converter begins at once.
             i_request, m_block, head_tile = request_m_block_and_head_tile(num_m_blocks, i_work_tile, cfg)
             i_request += first_request
-            work_tile, cached_prefix = make_work_tile_and_cached_prefix(
+            work_tile, cached_range = make_work_tile_and_cached_range(
                 i_request, m_block, head_tile, SEQ_LENS, CU_SEQLENS_Q, cfg
             )
             page_table = PAGE_TABLE + i_request.to(gl.int64) * stride_table_b
             kv_head = kv_head_of(work_tile, cfg)
-            publish_work_tile_to_converter(work_tile, cached_prefix, q_stages, tile_info, num_done, NUM_TILE_READERS)
-            query_args = (q_stages, tile_info, work_tile, cached_prefix, num_done)
+            publish_work_tile_to_converter_if_any(
+                work_tile, cached_range, q_stages.full_barriers, q_stages.empty_barriers, tile_info, tile_iter, cfg
+            )
+            publish_and_query_args = (q_stages, tile_info, work_tile, cached_range, tile_iter)
             if cfg.HAS_NEW_KV:
                 # New K and V, then the cached ones.
                 if cfg.COLUMN_SPLIT:
-                    new_iter = copy_queries_and_new_kv(
-                        new_maps, new_kv_stages, query_args, tensor_maps[0], new_iter, kv_head, cfg
+                    new_iter = publish_tile_copy_queries_and_new_kv(
+                        new_maps, new_kv_stages, publish_and_query_args, tensor_maps[0], new_iter, kv_head, cfg
                     )
                 else:
                     for i in range(work_tile.num_n_blocks):
@@ -321,7 +326,7 @@ def producer(
                         # waited for the stages that the converter filled, and a wait sees only one phase back.
                         if i == 0:
                             publish_work_tile_and_copy_queries(
-                                tensor_maps[0], q_stages, tile_info, work_tile, cached_prefix, num_done, cfg
+                                tensor_maps[0], q_stages, tile_info, work_tile, cached_range, tile_iter, cfg
                             )
                         acquire_and_copy_new_kv_block(
                             new_maps[0], new_kv_stages[0], q_row, n_block, new_iter, kv_head, 1, cfg
@@ -331,26 +336,28 @@ def producer(
                         )
                         new_iter += 1
                 if cfg.CODE_STAGES > 0:
-                    iter = copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, cached_prefix.n_block_end,
-                                          cached_prefix.num_n_blocks, cached_prefix.key_begin, cached_prefix.key_end,
-                                          iter, kv_head, query_args, cfg)  # fmt: skip
-                    new_iter += cached_prefix.num_n_blocks
+                    iter = copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, cached_range.n_block_end,
+                                          cached_range.num_n_blocks, cached_range.key_begin, cached_range.key_end,
+                                          iter, kv_head, publish_and_query_args, cfg)  # fmt: skip
+                    new_iter += cached_range.num_n_blocks
                 else:
-                    new_iter = copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, cached_prefix.n_block_end,
-                                              cached_prefix.num_n_blocks, cached_prefix.key_begin,
-                                              cached_prefix.key_end, new_iter, kv_head, query_args,
+                    new_iter = copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, cached_range.n_block_end,
+                                              cached_range.num_n_blocks, cached_range.key_begin,
+                                              cached_range.key_end, new_iter, kv_head, publish_and_query_args,
                                               cfg)  # fmt: skip
             else:
                 iter = copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, work_tile.n_block_end,
                                       work_tile.num_n_blocks, work_tile.key_begin, work_tile.key_end, iter, kv_head,
-                                      query_args, cfg)  # fmt: skip
-            num_done += 1
+                                      publish_and_query_args, cfg)  # fmt: skip
+            tile_iter += 1
     # Publish the end.
     zero = first_request * 0
     no_tile = WorkTile(zero, zero, zero, zero, zero, zero, zero, zero, zero)
-    no_prefix = CachedPrefix(zero, zero, zero, zero, zero)
+    no_cached_range = CachedKeyRange(zero, zero, zero, zero, zero)
     for i_consumer in gl.static_range(2):
-        mbarrier.wait(q_stages.empty_barriers.index(i_consumer), (num_done & 1) ^ 1)
-        publish_work_tile(tile_info.index(i_consumer), no_tile, no_prefix)
+        mbarrier.wait(q_stages.empty_barriers.index(i_consumer), (tile_iter & 1) ^ 1)
+        publish_work_tile(tile_info.index(i_consumer), no_tile, no_cached_range)
         mbarrier.arrive(q_stages.full_barriers.index(i_consumer), count=1)
-    publish_work_tile_to_converter(no_tile, no_prefix, q_stages, tile_info, num_done, NUM_TILE_READERS)
+    publish_work_tile_to_converter_if_any(
+        no_tile, no_cached_range, q_stages.full_barriers, q_stages.empty_barriers, tile_info, tile_iter, cfg
+    )

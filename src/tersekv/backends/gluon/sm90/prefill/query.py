@@ -20,14 +20,14 @@ def score_layout(cfg):
 
 
 @gluon.jit
-def view_query_as_8bit(q_stages, I_CONSUMER: gl.constexpr, Q_DTYPE: gl.constexpr, cfg: gl.constexpr):
+def view_query_as_8bit(q_stages, I_CONSUMER: gl.constexpr, LOADED_Q_DTYPE: gl.constexpr, cfg: gl.constexpr):
     """Returns a view of 8-bit query rows: they fill the first half of their 16-bit memory."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(cfg.D, 128), 8, 2)
-    return reinterpret(q_stages.tiles, Q_DTYPE, [4, ROWS_PER_WARPGROUP, cfg.D], LAYOUT).index(2 * I_CONSUMER)
+    return reinterpret(q_stages.tiles, LOADED_Q_DTYPE, [4, ROWS_PER_WARPGROUP, cfg.D], LAYOUT).index(2 * I_CONSUMER)
 
 
 @gluon.jit
-def multiply_smem_q_by_sign(smem_q, score_scale_sign, LAYOUT: gl.constexpr):
+def multiply_smem_q_by_sign_and_fence(smem_q, score_scale_sign, LAYOUT: gl.constexpr):
     """Multiplies rows in shared memory by the score scale's sign."""
     if score_scale_sign < 0:
         smem_q.store((smem_q.load(LAYOUT).to(gl.float32) * -1.0).to(smem_q.dtype))
@@ -36,9 +36,10 @@ def multiply_smem_q_by_sign(smem_q, score_scale_sign, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def prepare_whole_query_operand_and_q_scales(
-    q_stages, I_CONSUMER: gl.constexpr, score_scale_sign, rotation, kv_head, Q_DTYPE: gl.constexpr, cfg: gl.constexpr
-):
+def prepare_loaded_whole_query_and_q_scales(
+    q_stages, I_CONSUMER: gl.constexpr, score_scale_sign, rotation, kv_head, LOADED_Q_DTYPE: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
     """Returns (query rows as an operand in shared memory, 16-bit or in the keys' dtype, q_scales of their scores).
 
     bf16 rows fit fp16 only after a power of two is divided out of each row; q_scales multiply it back. The query takes
@@ -47,21 +48,22 @@ def prepare_whole_query_operand_and_q_scales(
     x16 = q_stages.tiles.index(I_CONSUMER)
     LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     q_scales = gl.full([ROWS_PER_WARPGROUP], 1.0, gl.float32, gl.SliceLayout(1, score_layout(cfg)))
-    if x16.dtype == Q_DTYPE and not cfg.K_ROTATION.ENABLED:
-        multiply_smem_q_by_sign(x16, score_scale_sign, LOAD_LAYOUT)
+    if x16.dtype == LOADED_Q_DTYPE and not cfg.K_ROTATION.ENABLED:
+        multiply_smem_q_by_sign_and_fence(x16, score_scale_sign, LOAD_LAYOUT)
     elif cfg.FP8_QK:
-        x16 = view_query_as_8bit(q_stages, I_CONSUMER, Q_DTYPE, cfg)
-        multiply_smem_q_by_sign(x16, score_scale_sign, LOAD_LAYOUT)
+        x16 = view_query_as_8bit(q_stages, I_CONSUMER, LOADED_Q_DTYPE, cfg)
+        multiply_smem_q_by_sign_and_fence(x16, score_scale_sign, LOAD_LAYOUT)
     else:
         x = x16
-        if Q_DTYPE.primitive_bitwidth == 8:
-            x = view_query_as_8bit(q_stages, I_CONSUMER, Q_DTYPE, cfg)
+        if LOADED_Q_DTYPE.primitive_bitwidth == 8:
+            x = view_query_as_8bit(q_stages, I_CONSUMER, LOADED_Q_DTYPE, cfg)
         else:
-            x = reinterpret(q_stages.tiles, Q_DTYPE, q_stages.tiles.shape, q_stages.tiles.layout).index(I_CONSUMER)
+            tiles = q_stages.tiles
+            x = reinterpret(tiles, LOADED_Q_DTYPE, tiles.shape, tiles.layout).index(I_CONSUMER)
         x = x.load(LOAD_LAYOUT).to(gl.float32) * score_scale_sign
         if cfg.K_ROTATION.ENABLED:
             x = scale_and_rotate_query_rows(x, rotation, kv_head, cfg)
-        if gl.bfloat16 == Q_DTYPE or cfg.K_ROTATION.ENABLED:
+        if gl.bfloat16 == LOADED_Q_DTYPE or cfg.K_ROTATION.ENABLED:
             exponent, inv_scale = exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
             x = x * inv_scale[:, None]
             q_scales = gl.convert_layout(exponent_to_float(exponent), q_scales.type.layout)
@@ -73,30 +75,32 @@ def prepare_whole_query_operand_and_q_scales(
 
 
 @gluon.jit
-def view_query_parts_as(q_stages, Q_DTYPE: gl.constexpr):
-    """Returns a view of the parts of the query as Q_DTYPE. 8-bit parts fill the first half of the memory."""
-    PARTS: gl.constexpr = q_stages.tiles.shape[0] * 16 // Q_DTYPE.primitive_bitwidth
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, Q_DTYPE.primitive_bitwidth, 2)
-    return reinterpret(q_stages.tiles, Q_DTYPE, [PARTS, ROWS_PER_WARPGROUP, q_stages.tiles.shape[2]], LAYOUT)
+def view_query_parts_as(q_stages, DTYPE: gl.constexpr):
+    """Returns a view of the parts of the query as DTYPE. 8-bit parts fill the first half of the memory."""
+    PARTS: gl.constexpr = q_stages.tiles.shape[0] * 16 // DTYPE.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 2)
+    return reinterpret(q_stages.tiles, DTYPE, [PARTS, ROWS_PER_WARPGROUP, q_stages.tiles.shape[2]], LAYOUT)
 
 
 @gluon.jit
-def prepare_query_parts_operand_and_q_scales(q_stages, score_scale_sign, Q_DTYPE: gl.constexpr, cfg: gl.constexpr):
-    """Does `prepare_whole_query_operand_and_q_scales` for a query in parts, of which registers hold one. Returns (a
+def prepare_loaded_query_parts_and_q_scales(
+    q_stages, score_scale_sign, LOADED_Q_DTYPE: gl.constexpr, cfg: gl.constexpr
+):
+    """Does `prepare_loaded_whole_query_and_q_scales` for a query in parts, of which registers hold one. Returns (a
     part, q_scales).
 
     NOTE: loops carry what is returned; `wait_k_and_start_qk` takes the parts from q_stages.
     """
     LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     PARTS: gl.constexpr = cfg.K_PARTS
-    x16, x = q_stages.tiles, view_query_parts_as(q_stages, Q_DTYPE)
+    x16, x = q_stages.tiles, view_query_parts_as(q_stages, LOADED_Q_DTYPE)
     q_scales = gl.full([ROWS_PER_WARPGROUP], 1.0, gl.float32, gl.SliceLayout(1, score_layout(cfg)))
-    if x16.dtype == Q_DTYPE or cfg.FP8_QK:
+    if x16.dtype == LOADED_Q_DTYPE or cfg.FP8_QK:
         for part in gl.static_range(PARTS):
-            multiply_smem_q_by_sign(x.index(part), score_scale_sign, LOAD_LAYOUT)
+            multiply_smem_q_by_sign_and_fence(x.index(part), score_scale_sign, LOAD_LAYOUT)
     else:
         inv_scale = gl.full([ROWS_PER_WARPGROUP], 1.0, gl.float32, gl.SliceLayout(1, LOAD_LAYOUT))
-        if gl.bfloat16 == Q_DTYPE:
+        if gl.bfloat16 == LOADED_Q_DTYPE:
             row_max = inv_scale * 0.0
             for part in gl.static_range(PARTS):
                 row_max = gl.maximum(row_max, gl.max(gl.abs(x.index(part).load(LOAD_LAYOUT).to(gl.float32)), 1))
@@ -112,13 +116,14 @@ def prepare_query_parts_operand_and_q_scales(q_stages, score_scale_sign, Q_DTYPE
 
 
 @gluon.jit
-def prepare_query_operand_and_q_scales(
-    q_stages, I_CONSUMER: gl.constexpr, score_scale_sign, rotation, kv_head, Q_DTYPE: gl.constexpr, cfg: gl.constexpr
-):
+def prepare_loaded_query_and_q_scales(
+    q_stages, I_CONSUMER: gl.constexpr, score_scale_sign, rotation, kv_head, LOADED_Q_DTYPE: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
     """Returns (query operand, q_scales): of one tile, or of parts in shared memory."""
     if cfg.COLUMN_SPLIT:
-        return prepare_query_parts_operand_and_q_scales(q_stages, score_scale_sign, Q_DTYPE, cfg)
+        return prepare_loaded_query_parts_and_q_scales(q_stages, score_scale_sign, LOADED_Q_DTYPE, cfg)
     else:
-        return prepare_whole_query_operand_and_q_scales(
-            q_stages, I_CONSUMER, score_scale_sign, rotation, kv_head, Q_DTYPE, cfg
+        return prepare_loaded_whole_query_and_q_scales(
+            q_stages, I_CONSUMER, score_scale_sign, rotation, kv_head, LOADED_Q_DTYPE, cfg
         )

@@ -15,6 +15,7 @@ from ...versions import thread_barrier
 from ..parts.tile_scheduler import add
 
 TILE_INFO_FIELDS = gl.constexpr(16)
+I_CONVERTER = gl.constexpr(2)  # among the readers of work tiles: after the two consumers
 PAGE_IDS_ROW = gl.constexpr(3)  # after the work tiles of three readers: pages of the tile being copied
 REQUESTS_PER_STEP = gl.constexpr(32)  # requests searched at once
 
@@ -33,7 +34,7 @@ class WorkTile(NamedTuple):
     i_request: gl.tensor
 
 
-class CachedPrefix(NamedTuple):
+class CachedKeyRange(NamedTuple):
     """The cached keys of a work tile with new K and V; fields as of a WorkTile."""
 
     causal_limit: gl.tensor
@@ -47,12 +48,12 @@ class CachedPrefix(NamedTuple):
 
 
 @gluon.jit
-def load_q_begin(CU_SEQLENS_Q_OR_Q_LEN, o_b, m_b):
+def load_q_begin(CU_SEQLENS_Q_OR_SEQLEN_Q, o_b, m_b):
     """Loads the first query row of requests o_b, 0 outside m_b. Without CU_SEQLENS_Q [B + 1]: rows per request."""
-    if CU_SEQLENS_Q_OR_Q_LEN.dtype.is_ptr():
-        return gl.load(CU_SEQLENS_Q_OR_Q_LEN + o_b, mask=m_b, other=0).to(gl.int32)
+    if CU_SEQLENS_Q_OR_SEQLEN_Q.dtype.is_ptr():
+        return gl.load(CU_SEQLENS_Q_OR_SEQLEN_Q + o_b, mask=m_b, other=0).to(gl.int32)
     else:
-        return gl.where(m_b, o_b * CU_SEQLENS_Q_OR_Q_LEN, 0).to(gl.int32)
+        return gl.where(m_b, o_b * CU_SEQLENS_Q_OR_SEQLEN_Q, 0).to(gl.int32)
 
 
 @gluon.jit
@@ -90,8 +91,8 @@ def num_n_blocks_and_n_block_end(key_begin, key_end, cfg: gl.constexpr):
 
 
 @gluon.jit
-def make_work_tile_and_cached_prefix(i_request, m_block, head_tile, SEQ_LENS, CU_SEQLENS_Q, cfg: gl.constexpr):
-    """Returns (WorkTile, CachedPrefix) of a block of tokens and heads."""
+def make_work_tile_and_cached_range(i_request, m_block, head_tile, SEQ_LENS, CU_SEQLENS_Q, cfg: gl.constexpr):
+    """Returns (WorkTile, CachedKeyRange) of a block of tokens and heads."""
     q_begin = load_q_begin(CU_SEQLENS_Q, i_request, True)
     seqlen_q = load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin
     first_token = m_block * cfg.TOKENS_PER_TILE
@@ -114,7 +115,7 @@ def make_work_tile_and_cached_prefix(i_request, m_block, head_tile, SEQ_LENS, CU
             head_tile, i_request,
         )  # fmt: skip
         cached_block_end = (num_cached + cfg.BLOCK_N - 1) // cfg.BLOCK_N
-        cached_prefix = CachedPrefix(
+        cached_range = CachedKeyRange(
             position, num_cached, gl.maximum(cached_block_end - key_begin // cfg.BLOCK_N, 0), cached_block_end,
             key_begin,
         )  # fmt: skip
@@ -126,8 +127,8 @@ def make_work_tile_and_cached_prefix(i_request, m_block, head_tile, SEQ_LENS, CU
             q_begin + first_token, num_tokens_left, position, key_end, num_n_blocks, n_block_end, key_begin, head_tile,
             i_request,
         )  # fmt: skip
-        cached_prefix = CachedPrefix(key_begin, key_begin, key_begin * 0, key_begin, key_begin)
-    return work_tile, cached_prefix
+        cached_range = CachedKeyRange(key_begin, key_begin, key_begin * 0, key_begin, key_begin)
+    return work_tile, cached_range
 
 
 @gluon.jit
@@ -140,7 +141,7 @@ def kv_head_of(work_tile, cfg: gl.constexpr):
 
 
 @gluon.jit
-def publish_work_tile(SMEM, work_tile, cached_prefix):
+def publish_work_tile(SMEM, work_tile, cached_range):
     """Stores a work tile in shared memory, for one reader."""
     o_field = gl.arange(0, TILE_INFO_FIELDS, gl.BlockedLayout([TILE_INFO_FIELDS], [32], [gl.num_warps()], [0]))
     fields = gl.where(
@@ -158,14 +159,14 @@ def publish_work_tile(SMEM, work_tile, cached_prefix):
     fields = gl.where(
         o_field == 7,
         work_tile.head_tile,
-        gl.where(o_field == 8, work_tile.i_request, gl.where(o_field == 9, cached_prefix.causal_limit, fields)),
+        gl.where(o_field == 8, work_tile.i_request, gl.where(o_field == 9, cached_range.causal_limit, fields)),
     )
     fields = gl.where(
         o_field == 10,
-        cached_prefix.key_end,
-        gl.where(o_field == 11, cached_prefix.num_n_blocks, gl.where(o_field == 12, cached_prefix.n_block_end, fields)),
+        cached_range.key_end,
+        gl.where(o_field == 11, cached_range.num_n_blocks, gl.where(o_field == 12, cached_range.n_block_end, fields)),
     )
-    SMEM.store(gl.where(o_field == 13, cached_prefix.key_begin, fields))
+    SMEM.store(gl.where(o_field == 13, cached_range.key_begin, fields))
     thread_barrier()  # the thread that arrives is not the one that stored
 
 
@@ -176,8 +177,8 @@ def element_as_scalar(x, i: gl.constexpr):
 
 
 @gluon.jit
-def read_work_tile_and_cached_prefix(SMEM):
-    """Returns the published (WorkTile, CachedPrefix), as scalars in every thread."""
+def read_work_tile_and_cached_range(SMEM):
+    """Returns the published (WorkTile, CachedKeyRange), as scalars in every thread."""
     tile_info = SMEM.load(gl.BlockedLayout([TILE_INFO_FIELDS], [32], [gl.num_warps()], [0]))
     thread_barrier()  # one thread will release it for all
     work_tile = WorkTile(
@@ -185,7 +186,7 @@ def read_work_tile_and_cached_prefix(SMEM):
         element_as_scalar(tile_info, 3), element_as_scalar(tile_info, 4), element_as_scalar(tile_info, 5),
         element_as_scalar(tile_info, 6), element_as_scalar(tile_info, 7), element_as_scalar(tile_info, 8),
     )  # fmt: skip
-    return work_tile, CachedPrefix(
+    return work_tile, CachedKeyRange(
         element_as_scalar(tile_info, 9), element_as_scalar(tile_info, 10), element_as_scalar(tile_info, 11),
         element_as_scalar(tile_info, 12), element_as_scalar(tile_info, 13),
     )  # fmt: skip
