@@ -38,4 +38,8 @@ def test_rows_find_their_request_where_lengths_differ():
                 page=64, dtype="float8_e4m3fn", top=9)  # fmt: skip
     call = make(case)
     kernels = compile_launches(index_select.run, call, index_select.configure(facts("index_select", call, 90)), 90)
-    assert [x["name"] for x in kernels] == ["index_scores_kernel", "index_candidates_kernel", "index_topk_kernel"]
+    assert [x["name"] for x in kernels] == [
+        "index_block_max_scores_kernel",
+        "index_candidates_kernel",
+        "index_topk_kernel",
+    ]

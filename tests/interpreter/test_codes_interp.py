@@ -9,7 +9,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tersekv.backends.torch import quantize
-from tersekv.backends.triton.parts.quant import encode_e2m1, encode_fp8, encode_int4, encode_int8, reciprocal_rn
+from tersekv.backends.triton.parts.quant import (
+    encode_e2m1,
+    encode_fp8,
+    encode_int8_unclamped,
+    reciprocal_rn,
+    round_and_clamp_to_int4,
+)
 
 N = 65536
 
@@ -23,7 +29,7 @@ def fp8_kernel(p_x, p_y, E5M2: tl.constexpr, NATIVE: tl.constexpr, N: tl.constex
 @triton.jit
 def int8_kernel(p_x, p_y, N: tl.constexpr):
     i = tl.arange(0, N)
-    tl.store(p_y + i, encode_int8(tl.load(p_x + i)))
+    tl.store(p_y + i, encode_int8_unclamped(tl.load(p_x + i)))
 
 
 @triton.jit
@@ -35,7 +41,7 @@ def e2m1_kernel(p_x, p_y, N: tl.constexpr):
 @triton.jit
 def int4_kernel(p_x, p_y, N: tl.constexpr):
     i = tl.arange(0, N)
-    tl.store(p_y + i, encode_int4(tl.load(p_x + i)).to(tl.uint8))
+    tl.store(p_y + i, round_and_clamp_to_int4(tl.load(p_x + i)).to(tl.uint8))
 
 
 @triton.jit

@@ -113,7 +113,7 @@ def test_tiles_become_the_oracles_codes(inv_scale):
     columns = x.reshape(-1, 8)
     inputs = [columns[:, 4 * i + j].copy().view(U32) for j in range(4) for i in range(2)]
     inputs += [np.full(len(columns), inv, F32).view(U32)] * 2
-    assert np.array_equal(run(nvfp4_rows._encode_ptx(), inputs), wanted(scaled(x, inv)))
+    assert np.array_equal(run(nvfp4_rows._encode_8_floats_as_e2m1_ptx(), inputs), wanted(scaled(x, inv)))
 
 
 @pytest.mark.parametrize("inv_scale", [1.0, 0.3, 2.0**-20, np.nan])
@@ -123,5 +123,5 @@ def test_pairs_become_the_oracles_codes(fp16, inv_scale):
     x = torch.from_numpy(numbers().astype(np.float64) / (inv if inv == inv else 1)).to(dtype)
     words = x.view(torch.int16).numpy().view(np.uint16).astype(U32).reshape(-1, 4, 2)
     inputs = [*(words[..., 0] | words[..., 1] << U32(16)).T.copy()] + [np.full(len(words), inv / 2, F32).view(U32)] * 4
-    got = run(packed_quant._pairs_to_e2m1_ptx(fp16), inputs)
+    got = run(packed_quant._fp16_or_bf16_pairs_to_e2m1_ptx(fp16), inputs)
     assert np.array_equal(got, wanted(scaled(x.float().numpy(), inv)))

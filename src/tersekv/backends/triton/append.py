@@ -11,7 +11,7 @@ import triton.language as tl
 from ...formats import CHANNELS, PAIRS, ROTATION, pair_of
 from ..host import launch, row_programs
 from ..host.bind import BYTES, BoundLaunches, KernelLaunch, LaunchSequence, tensor_args
-from .parts.append_rows import ROTATION_ARGS, TOKEN_SLOT_ARGS, quantize_and_append_rows
+from .parts.append_rows import ROTATION_ARGS, TOKEN_SLOT_ARGS, quantize_or_copy_rows_to_cache
 
 SUPPORTS = (PAIRS, ROTATION, CHANNELS)
 _TENSOR_ARGS = TOKEN_SLOT_ARGS | ROTATION_ARGS | tensor_args(
@@ -45,7 +45,7 @@ def append_kernel(
     rope_args = (None, None, 0, 0)
     # K: scales, rotation and the wait for the previous kernel are inside
     if i_block < k_end:
-        quantize_and_append_rows(
+        quantize_or_copy_rows_to_cache(
             i_block, num_tokens, p_k, strides_k, p_k_codes, strides_k_codes, p_k_scales, strides_k_scales, p_k_scale,
             k_quant_scale,
             slot_args, rope_args, H, DK, DK_PAD, ROWS_K, PAGE, K_FORMAT, K_SCALE_PER_HEAD, SCALE_T_MULTIPLIES,
@@ -54,7 +54,7 @@ def append_kernel(
         )  # fmt: skip
     # V
     else:
-        quantize_and_append_rows(
+        quantize_or_copy_rows_to_cache(
             i_block - k_end, num_tokens, p_v, strides_v, p_v_codes, strides_v_codes, p_v_scales, strides_v_scales,
             p_v_scale, v_quant_scale, slot_args, rope_args, H, DV, DV_PAD, ROWS_V, PAGE, V_FORMAT, V_SCALE_PER_HEAD,
             SCALE_T_MULTIPLIES, NATIVE_FP8_CAST, STRIDE_UNIT,

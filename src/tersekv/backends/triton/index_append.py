@@ -10,11 +10,11 @@ import triton.language as tl
 
 from ..host import launch, row_programs
 from ..host.bind import BYTES, BoundLaunches, KernelLaunch, LaunchSequence, tensor_args
-from .parts.index_rows import BLOCK, INDEX, cast_index_rows, encode_index_fp8_codes_and_scales, load_index_rows
+from .parts.index_rows import BLOCK, INDEX, cast_index_rows, encode_index_fp8_codes_and_pow2_scales, load_index_rows
 from .parts.quant import store_codes
 from .parts.token_rows import (
     cos_sin_row_ptr_and_mask,
-    load_rope_position,
+    load_rope_positions,
     load_slot_or_request_and_position,
     resolve_page_slot_and_write_mask,
 )
@@ -43,7 +43,7 @@ def index_append_kernel(
     p_cos_sin_row, has_position = None, None
     if p_cos_sin is not None:
         rope_args = (p_cos_sin, p_positions, max_pos, stride_cos_sin)
-        p_cos_sin_row, has_position = cos_sin_row_ptr_and_mask(load_rope_position(token, rope_args), rope_args)
+        p_cos_sin_row, has_position = cos_sin_row_ptr_and_mask(load_rope_positions(p_positions, token), rope_args)
         m_write = m_write & has_position
     x = load_index_rows(
         p_k + token.to(tl.int64)[:, None] * stride_k, (p_weight, p_bias, epsilon), p_cos_sin_row, has_position,
@@ -52,7 +52,7 @@ def index_append_kernel(
     o_codes = (page * stride_codes_p + page_slot * stride_codes_s)[:, None]
     if FORMAT.SCALE == INDEX:
         COLUMNS: tl.constexpr = min(D_PAD, BLOCK)
-        codes, scales = encode_index_fp8_codes_and_scales(x, COLUMNS, NATIVE_FP8_CAST)
+        codes, scales = encode_index_fp8_codes_and_pow2_scales(x, COLUMNS, NATIVE_FP8_CAST)
         o_scales = (page * stride_scales_p + page_slot * stride_scales_s)[:, None]
         tl.store(p_scales + o_scales + tl.arange(0, D_PAD // COLUMNS)[None, :], scales, mask=m_write)
     else:

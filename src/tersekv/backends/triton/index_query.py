@@ -10,11 +10,11 @@ import triton.language as tl
 
 from ..host import launch, row_programs
 from ..host.bind import BYTES, BoundLaunches, KernelLaunch, LaunchSequence, tensor_args
-from .parts.index_rows import INDEX, cast_index_rows, encode_index_fp8_codes_and_scales, load_index_rows
+from .parts.index_rows import INDEX, cast_index_rows, encode_index_fp8_codes_and_pow2_scales, load_index_rows
 from .parts.token_rows import (
     clamped_token_and_head_of_rows,
     cos_sin_row_ptr_and_mask,
-    load_rope_position,
+    load_rope_positions,
     row_offsets,
     store_rows,
     unique_rows_mask,
@@ -39,7 +39,7 @@ def index_query_kernel(
     p_cos_sin_row, has_position = None, None
     if p_cos_sin is not None:
         rope_args = (p_cos_sin, p_positions, max_pos, stride_cos_sin)
-        p_cos_sin_row, has_position = cos_sin_row_ptr_and_mask(load_rope_position(token, rope_args), rope_args)
+        p_cos_sin_row, has_position = cos_sin_row_ptr_and_mask(load_rope_positions(p_positions, token), rope_args)
     x = load_index_rows(
         p_q + row_offsets(token, head, strides_q, 1), (None, None, 0.0), p_cos_sin_row, has_position,
         D, D_PAD, R, ROPE_LAST, INTERLEAVED, HADAMARD, ROUND16,
@@ -51,7 +51,7 @@ def index_query_kernel(
         weight = tl.load(p_weights + row_offsets(token, head, strides_weights, 1)).to(tl.float32)
     weight = weight * weight_scale
     if FORMAT.SCALE == INDEX:
-        codes, scale = encode_index_fp8_codes_and_scales(x, D_PAD, NATIVE_FP8_CAST)
+        codes, scale = encode_index_fp8_codes_and_pow2_scales(x, D_PAD, NATIVE_FP8_CAST)
         weight = weight * scale
     else:
         codes = cast_index_rows(x, p_q_out.dtype.element_ty, FORMAT, NATIVE_FP8_CAST)

@@ -9,7 +9,13 @@ from typing import Any
 from ..host.bind import WORKSPACE, BoundLaunches, HostAction, KernelLaunch, LaunchSequence, TensorArg, Workspace
 from ..host.kernel_config import KernelConfig
 from .parts.index_scores import index_score_launch, request_search_args, request_search_constants, why_not_scores
-from .parts.index_topk import Kernels, candidate_slices, index_topk_launches, portable_kernels, words_of_candidates
+from .parts.index_topk import (
+    Kernels,
+    candidate_workspace_slices,
+    index_topk_launches,
+    triton_index_topk_kernels,
+    words_of_candidates,
+)
 
 MAX_SCORES = 1 << 26  # of the workspace, with what is taken of them: 256 MB
 _MAX_CACHED_BYTES = 64 << 20  # a workspace that is kept between calls
@@ -32,7 +38,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 def configure(f: SimpleNamespace, kernels: Kernels | None = None) -> LaunchSequence | HostAction:
     if 0 in f.out.shape:
         return LaunchSequence()
-    kernels = kernels or portable_kernels(f)
+    kernels = kernels or triton_index_topk_kernels(f)
     if f.seq_lens.shape[0] == 0:
         return HostAction(_fill_empty_selection)
     lines = f.q.shape[1] if f.each else 1
@@ -50,7 +56,7 @@ def configure(f: SimpleNamespace, kernels: Kernels | None = None) -> LaunchSeque
         if width:
             launches.append(index_score_launch(f, scores, strides, rows, width))
         launches += index_topk_launches(f, scores, strides, rows, width, arguments, kernels)
-    slices = candidate_slices(step * lines, width, f.k)
+    slices = candidate_workspace_slices(step * lines, width, f.k)
     return LaunchSequence(*launches, workspace=Workspace(max(step * width * lines, 1), dict(slices), _MAX_CACHED_BYTES))
 
 

@@ -7,7 +7,13 @@ from typing import Any
 
 from ..host import launch
 from ..host.bind import BoundLaunches, LaunchSequence, TensorArg, Workspace, tensor_args
-from .parts.index_topk import Kernels, candidate_slices, index_topk_launches, portable_kernels, words_of_candidates
+from .parts.index_topk import (
+    Kernels,
+    candidate_workspace_slices,
+    index_topk_launches,
+    triton_index_topk_kernels,
+    words_of_candidates,
+)
 
 _MAX_WORDS = 1 << 24  # of the workspace: 64 MB
 
@@ -20,7 +26,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 def configure(f: SimpleNamespace, kernels: Kernels | None = None) -> LaunchSequence:
     if 0 in f.out.shape:
         return LaunchSequence()
-    kernels = kernels or portable_kernels(f)
+    kernels = kernels or triton_index_topk_kernels(f)
     arguments = tensor_args(STARTS="starts", VISIBLE="visible", OPEN_GROUP="open_group") | {
         "SEQ_LENS": None, "CU_SEQLENS_Q": None, "B": 0, "KEYS_PER_COLUMN": 1, "HAS_GROUP": f.open_group is not None,
         "cfg": None,
@@ -42,7 +48,7 @@ def configure(f: SimpleNamespace, kernels: Kernels | None = None) -> LaunchSeque
             kernels,
         )
     ]
-    workspace = Workspace(0, candidate_slices(step * lines, width, f.k)) if words else None
+    workspace = Workspace(0, candidate_workspace_slices(step * lines, width, f.k)) if words else None
     return LaunchSequence(*launches, workspace=workspace)
 
 

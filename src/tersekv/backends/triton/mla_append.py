@@ -15,7 +15,7 @@ from ..host.bind import BYTES, BoundLaunches, KernelLaunch, LaunchSequence, tens
 from .parts.append_rows import (
     QUERY_ARGS,
     TOKEN_SLOT_ARGS,
-    quantize_and_append_rows,
+    quantize_or_copy_rows_to_cache,
     rope_and_cast_queries,
     rope_quantize_and_append_keys,
 )
@@ -70,7 +70,7 @@ def mla_append_kernel(
                 USE_PDL, False, True, rotation,
             )  # fmt: skip
         else:
-            quantize_and_append_rows(
+            quantize_or_copy_rows_to_cache(
                 i_block, num_tokens, p_k_pe, strides_k_pe, p_kpe, strides_kpe, p_scales, strides_scales, p_kv_scale,
                 kv_quant_scale,
                 slot_args, rope_args, 1, R, R_PAD, ROWS_PE, PAGE, PE_FORMAT, False, SCALE_T_MULTIPLIES, NATIVE_FP8_CAST,
@@ -78,7 +78,7 @@ def mla_append_kernel(
                 USE_PDL, False, rotation,
             )  # fmt: skip
     elif i_block < c_end:
-        quantize_and_append_rows(
+        quantize_or_copy_rows_to_cache(
             i_block - pe_end, num_tokens, p_kv_c, strides_kv_c, p_ckv, strides_ckv, p_scales, strides_scales,
             p_kv_scale,
             kv_quant_scale, slot_args, rope_args, 1, L, L_PAD, ROWS_C, PAGE, FORMAT, False, SCALE_T_MULTIPLIES,

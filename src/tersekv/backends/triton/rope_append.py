@@ -15,7 +15,7 @@ from .parts.append_rows import (
     QUERY_ARGS,
     ROTATION_ARGS,
     TOKEN_SLOT_ARGS,
-    quantize_and_append_rows,
+    quantize_or_copy_rows_to_cache,
     rope_and_cast_queries,
     rope_quantize_and_append_keys,
 )
@@ -80,7 +80,7 @@ def rope_append_kernel(
         )  # fmt: skip
     # V
     elif i_block < v_end:
-        quantize_and_append_rows(
+        quantize_or_copy_rows_to_cache(
             i_block - k_end, num_tokens, p_v, strides_v, p_v_codes, strides_v_codes, p_v_scales, strides_v_scales,
             p_v_scale, v_quant_scale, slot_args, rope_args, H, DV, DV_PAD, ROWS_V, PAGE, V_FORMAT, V_SCALE_PER_HEAD,
             SCALE_T_MULTIPLIES, NATIVE_FP8_CAST, STRIDE_UNIT, V_PACKED_READ_MODE,

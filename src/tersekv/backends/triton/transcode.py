@@ -21,17 +21,17 @@ from .parts.dequant import BF16, E2M1, E4M3, E5M2, FP16, INT4, INT8, e4m3_bytes_
 from .parts.hadamard import blockwise_hadamard_unnormalized
 from .parts.int4_rows import (
     decode_32bit_words_of_8_or_16bit_codes,
-    flip_signs,
-    load_rows_as_32bit_words,
-    load_tiles_of_32bit_words,
+    flip_fp32_signs,
+    load_source_rows_as_32bit_word_tiles,
+    load_source_rows_as_32bit_words,
     normalized_hadamard_of_row_tiles,
-    quantize_and_store_int4_tiles,
+    quantize_and_store_fp32_tiles_as_int4,
     quantize_and_store_words_as_int4,
-    row_min_max_of_tiles,
+    row_min_and_max_or_nan_of_tiles,
     xor_words_of_signs,
 )
 from .parts.int4_words import transcode_int4_rows
-from .parts.nvfp4_rows import quantize_and_store_e4m3_words_as_nvfp4, quantize_and_store_nvfp4_tiles
+from .parts.nvfp4_rows import quantize_and_store_e4m3_words_as_nvfp4, quantize_and_store_fp32_tiles_as_nvfp4
 from .parts.quant import BLOCK, GROUP, TENSOR, TOKEN_HEAD, ZERO_POINT, quantize_and_store, reciprocal_rn, store_codes
 from .parts.token_rows import cache_row_offsets, clamped_token_and_head_of_rows, interleave_pairs
 
@@ -249,14 +249,14 @@ def load_dequantized_tiles_and_row_min_max(
 ):  # fmt: skip
     """Loads rows as tiles (`parts/int4_rows.py`): code × scale, rotated if there are signs. Returns their range too."""
     PACK: tl.constexpr = 32 // p_src.dtype.element_ty.primitive_bitwidth
-    words = load_rows_as_32bit_words(p_src, o_src, m_live, D // PACK, THREADS_PER_ROW)
+    words = load_source_rows_as_32bit_words(p_src, o_src, m_live, D // PACK, THREADS_PER_ROW)
     if p_dst_signs is not None:
         signs = xor_words_of_signs(p_dst_signs, D // PACK, PACK)
         if FORMAT.CODE != INT8:
             words ^= signs
     tiles = decode_32bit_words_of_8_or_16bit_codes(words, FORMAT, NATIVE_E4M3, USE_PTX)
     if p_dst_signs is not None and FORMAT.CODE == INT8:
-        tiles = flip_signs(tiles, signs)
+        tiles = flip_fp32_signs(tiles, signs)
     if FORMAT.SCALE == TOKEN_HEAD or FORMAT.SCALE == TENSOR:
         factor = load_src_row_scales(
             p_stored_scales, o_stored_scales, m_live, p_scale, scale, p_layer_table, head, IS_V, FORMAT, PER_HEAD
@@ -267,7 +267,7 @@ def load_dequantized_tiles_and_row_min_max(
         tiles = scaled
     if p_dst_signs is not None:
         tiles = normalized_hadamard_of_row_tiles(tiles)
-    return tiles, row_min_max_of_tiles(tiles)
+    return tiles, row_min_and_max_or_nan_of_tiles(tiles)
 
 
 @triton.jit
@@ -312,7 +312,7 @@ def transcode_rows(
             THREADS_PER_ROW, DST_FORMAT, NATIVE_FP8_CAST, USE_PTX,
         )  # fmt: skip
     elif THREADS_PER_ROW > 0 and DST_FORMAT.CODE == E2M1 and SRC_FORMAT.CODE == E4M3 and USE_PTX and NATIVE_E4M3:
-        words = load_tiles_of_32bit_words(p_src, o_src, m_live, D // 4, THREADS_PER_ROW)
+        words = load_source_rows_as_32bit_word_tiles(p_src, o_src, m_live, D // 4, THREADS_PER_ROW)
         src_scale = load_src_row_scales(
             p_src_stored, o_src_stored, m_live, src[2], src[5], p_layer_table, head, IS_V, SRC_FORMAT, SRC_PER_HEAD
         )
@@ -327,7 +327,7 @@ def transcode_rows(
         and (SRC_FORMAT.CODE == BF16 or SRC_FORMAT.CODE == FP16 or (SRC_FORMAT.CODE == E4M3 and NATIVE_E4M3))
     ):  # fmt: skip
         PACK: tl.constexpr = 32 // p_src.dtype.element_ty.primitive_bitwidth
-        words = load_tiles_of_32bit_words(p_src, o_src, m_live, D // PACK, THREADS_PER_ROW)
+        words = load_source_rows_as_32bit_word_tiles(p_src, o_src, m_live, D // PACK, THREADS_PER_ROW)
         src_scale = 1.0
         if SRC_FORMAT.CODE == E4M3:
             src_scale = load_src_row_scales(
@@ -344,7 +344,7 @@ def transcode_rows(
             NATIVE_E4M3, USE_PTX,
         )  # fmt: skip
         if DST_FORMAT.CODE == INT4:
-            quantize_and_store_int4_tiles(
+            quantize_and_store_fp32_tiles_as_int4(
                 tiles, row_range, p_dst, p_dst_stored, o_dst, o_dst_stored, m_live, USE_PTX
             )  # fmt: skip
         else:
@@ -352,7 +352,7 @@ def transcode_rows(
             quant_scale, global_scale = load_nvfp4_quant_and_global_scales(
                 dst[2], dst[5], p_layer_table, head, IS_V, DST_PER_HEAD
             )
-            quantize_and_store_nvfp4_tiles(
+            quantize_and_store_fp32_tiles_as_nvfp4(
                 tiles, p_dst, p_dst_stored, o_dst, o_dst_stored, m_live, quant_scale, global_scale, USE_PTX
             )
     if THREADS_PER_ROW > 0:

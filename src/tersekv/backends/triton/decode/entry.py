@@ -36,9 +36,9 @@ from ...host.key_lists import NO_LISTS, KeyListConfig, facts_with_rows_as_reques
 from ..parts.combine import combine_batch_invariant_kernel, combine_by_split_metadata_kernel
 from ..parts.kv_cache_args import (
     StoredRowFormat,
-    cache_stride_args,
-    column_constants,
+    cache_stride_args_in_stride_units,
     format_constants,
+    head_dim_and_packed_width_constants,
     mask_args,
     pack_factor,
     packed_strides,
@@ -173,7 +173,12 @@ def kernel_constants(f: SimpleNamespace, tile: TileConfig, tma: bool) -> Constan
 
 
 def _shape_tile_and_split_constants(f: SimpleNamespace, tile: TileConfig, use_tma: bool) -> dict[str, Any]:
-    page, heads, pack, columns = f.k_cache.shape[1], f.k_cache.shape[2], pack_factor(pair_of(f)[1]), column_constants(f)
+    page, heads, pack, columns = (
+        f.k_cache.shape[1],
+        f.k_cache.shape[2],
+        pack_factor(pair_of(f)[1]),
+        head_dim_and_packed_width_constants(f),
+    )
     return {
         **columns,
         "HEADS": heads,
@@ -212,8 +217,8 @@ def _mask_sinks_scale_and_output_constants(f: SimpleNamespace) -> dict[str, Any]
 
 
 def _stride_args(f: SimpleNamespace) -> dict[str, int]:
-    """Returns strides of the split pass's tensors; of caches by `cache_stride_args`."""
-    found = stride_args(f.q, stride_q_="th") | cache_stride_args(f)
+    """Returns strides of the split pass's tensors; of caches by `cache_stride_args_in_stride_units`."""
+    found = stride_args(f.q, stride_q_="th") | cache_stride_args_in_stride_units(f)
     return found | {"stride_mask_t": f.mask.stride[0] if f.mask is not None else 0}
 
 

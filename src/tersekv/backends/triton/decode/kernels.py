@@ -7,7 +7,7 @@ Keys lie on the matrix unit's M side and query rows on N, so few query heads was
 import triton
 import triton.language as tl
 
-from ..parts.combine import LOG2E, cast_output, compute_acc_scale_and_lse, load_device_or_host_scale
+from ..parts.combine import LOG2E, cast_output, compute_acc_scale_and_lse, load_device_scale_else_host_scale
 from ..parts.key_lists import page_table_row_ptr_or_key_list
 from ..parts.tile_scheduler import (
     METADATA_FIELDS,
@@ -70,7 +70,7 @@ def stream_k_decode_kernel(
     )  # fmt: skip
     if block < block_end:
         i_request, n_block_base = find_request_and_base_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg)
-        score_scale = load_device_or_host_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E
+        score_scale = load_device_scale_else_host_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E
         request = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
         if cfg.SPLIT_BLOCKS > 0:
             block += blocks_to_next_split(block - n_block_base, request.num_n_blocks, cfg)
@@ -89,7 +89,9 @@ def stream_k_decode_kernel(
             )
             # Load Q
             tokens, heads, m_row = token_and_head_of_q_rows(m_block, h, request.q_begin, request.seqlen_q, cfg)
-            scale = score_scale * load_device_or_host_scale(k_scale, K_SCALE, h * cfg.K_SCALE_STRIDE, cfg.HAS_K_SCALE)
+            scale = score_scale * load_device_scale_else_host_scale(
+                k_scale, K_SCALE, h * cfg.K_SCALE_STRIDE, cfg.HAS_K_SCALE
+            )
             q, q_scale = load_transposed_16bit_q_tiles_and_q_scale(
                 Q, tokens, heads, m_row, stride_q_t, stride_q_h, (K_SIGNS, K_CHANNEL_SCALES, stride_k_channel_scales_h),
                 h, cfg,
@@ -109,9 +111,9 @@ def stream_k_decode_kernel(
             acc_o = unrotate_acc(acc_o, (V_SIGNS, V_CHANNEL_SCALES, stride_v_channel_scales_h), h, cfg)
             # Epilogue: a whole work tile goes to OUT, a split to the workspace, for the combine
             if n_block_end - n_block_begin == request.num_n_blocks:
-                value_scale = load_device_or_host_scale(
+                value_scale = load_device_scale_else_host_scale(
                     v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE
-                ) * load_device_or_host_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
+                ) * load_device_scale_else_host_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
                 acc_scale, lse = compute_acc_scale_and_lse(
                     row_max, row_sum, value_scale * cfg.V_RESIDUAL_SCALE, SINKS, heads, m_row, cfg
                 )

@@ -7,14 +7,14 @@ import triton.language as tl
 from ..parts.dequant import (
     INT4,
     approx_log2_and_reciprocal,
-    dequant_packed_16bit_words,
+    dequant_16bit_words_to_tiles,
     dequant_tile_power_of_2_factor,
     e4m3_bytes_to_fp16,
-    expand_e4m3_block_scales_to_fp16,
+    expand_block_scales_times_power_of_2,
     int4_zero_points,
 )
 from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
-from ..parts.key_lists import keys_in_range_or_visible, load_page_ids_or_pages_slots_and_visible, row_offsets
+from ..parts.key_lists import key_row_offsets, keys_in_range_or_visible, load_page_ids_or_pages_slots_and_visible
 from ..parts.softcap import apply_softcap_to_log2_scores
 
 # Rotation and query.
@@ -109,7 +109,7 @@ def kv_row_offsets_in_elements(
     page_ids: int64; the rest is int32 unless a page is longer than that
     """
     head = h.to(tl.int64) if cfg.INT64_OFFSETS else h
-    return (row_offsets(page_ids, n_block, stride_page, stride_slot, cfg) + head * stride_head) * STRIDE_UNIT
+    return (key_row_offsets(page_ids, n_block, stride_page, stride_slot, cfg) + head * stride_head) * STRIDE_UNIT
 
 
 @triton.jit
@@ -224,10 +224,12 @@ def compute_scores(K, k_scales, MASK, q, score_scale, softcap, page_id, n_block,
     k = load_kv_block(K, page_id, n_block, m_n, stride_k_p, stride_k_s, stride_k_h, h, cfg.BLOCK_D, cfg.PACKED_K,
                       cfg.K_ROWS_PER_PAGE, cfg.K_ROWS_PER_HEAD, K_FORMAT.STRIDE_UNIT, MASKED, cfg)  # fmt: skip
     if K_FORMAT.BLOCK_SCALES:
-        block_scales = expand_e4m3_block_scales_to_fp16(k_scales[I_UNROLL], cfg.BLOCK_N, cfg.BLOCK_D // 4, 4, K_FORMAT)
-        k = dequant_packed_16bit_words(k, K_FORMAT, block_scales)
+        block_scales = expand_block_scales_times_power_of_2(
+            k_scales[I_UNROLL], cfg.BLOCK_N, cfg.BLOCK_D // 4, 4, K_FORMAT
+        )
+        k = dequant_16bit_words_to_tiles(k, K_FORMAT, block_scales)
     else:
-        k = dequant_packed_16bit_words(k, K_FORMAT)
+        k = dequant_16bit_words_to_tiles(k, K_FORMAT)
     s = tl.dot(k[0], q[0])
     for j in tl.static_range(1, PACK):
         s = tl.dot(k[j], q[j], acc=s)
@@ -279,12 +281,12 @@ def accumulate_pv(
     PACK: tl.constexpr = cfg.PACK
     v = tl.trans(v)
     if cfg.BLOCK_SCALES:
-        block_scales = expand_e4m3_block_scales_to_fp16(v_scales[I_UNROLL], cfg.BLOCK_N, cfg.BLOCK_DV // 4, 4, cfg)
-        v = dequant_packed_16bit_words(v, cfg, tl.trans(block_scales))
+        block_scales = expand_block_scales_times_power_of_2(v_scales[I_UNROLL], cfg.BLOCK_N, cfg.BLOCK_DV // 4, 4, cfg)
+        v = dequant_16bit_words_to_tiles(v, cfg, tl.trans(block_scales))
     elif cfg.CODE == INT4:
-        v = dequant_packed_16bit_words(v, cfg, int4_zero_points(v_scales[I_UNROLL]).to(tl.int16)[None, :])
+        v = dequant_16bit_words_to_tiles(v, cfg, int4_zero_points(v_scales[I_UNROLL]).to(tl.int16)[None, :])
     else:
-        v = dequant_packed_16bit_words(v, cfg)
+        v = dequant_16bit_words_to_tiles(v, cfg)
     out = ()
     for j in tl.static_range(PACK):
         x = v[j]

@@ -14,14 +14,14 @@ value as well.
 import triton
 import triton.language as tl
 
-from ..parts.combine import LN2, LOG2E, cast_output, compute_acc_scale_and_lse, load_device_or_host_scale
-from ..parts.dequant import dequant_packed_16bit_words, e4m3_bytes_to_fp16
+from ..parts.combine import LN2, LOG2E, cast_output, compute_acc_scale_and_lse, load_device_scale_else_host_scale
+from ..parts.dequant import dequant_16bit_words_to_tiles, e4m3_bytes_to_fp16
 from ..parts.key_lists import (
     VISIBLE,
+    key_row_offsets,
     keys_in_range_or_visible,
     load_page_ids_or_pages_slots_and_visible,
     page_table_row_ptr_or_key_list,
-    row_offsets,
 )
 from ..parts.tile_scheduler import (
     METADATA_FIELDS,
@@ -53,7 +53,7 @@ def load_packed_block(X, page_ids, n_block, num_keys, stride_page, stride_slot, 
     Strides are in STRIDE_UNITs.
     """
     o_w = FIRST_PACKED_COLUMN + tl.arange(0, NUM_PACKED_COLUMNS)
-    p_x = X + (row_offsets(page_ids, n_block, stride_page, stride_slot, cfg) * STRIDE_UNIT)[:, None] + o_w[None, :]
+    p_x = X + (key_row_offsets(page_ids, n_block, stride_page, stride_slot, cfg) * STRIDE_UNIT)[:, None] + o_w[None, :]
     if MASKED:
         m_n = keys_in_range_or_visible(page_ids, n_block, num_keys, cfg)
         if FIRST_PACKED_COLUMN + NUM_PACKED_COLUMNS <= PACKED_COLUMNS_OF_ROW:
@@ -136,7 +136,7 @@ def load_group_scale_vectors(SCALES, page_ids, n_block, num_keys, stride_scales_
     group_scales = ()
     if cfg.GROUP_SCALES:
         m_n = keys_in_range_or_visible(page_ids, n_block, num_keys, cfg)
-        p_row = SCALES + row_offsets(page_ids, n_block, stride_scales_p, stride_scales_s, cfg)
+        p_row = SCALES + key_row_offsets(page_ids, n_block, stride_scales_p, stride_scales_s, cfg)
         for i in tl.static_range(CHUNKS):
             if cfg.EXPONENT_SCALES:
                 exponent = tl.load(p_row + i, mask=m_n, other=127).to(tl.int32)
@@ -246,7 +246,7 @@ def accumulate_qk_of_key_tile(
     tiles from FIRST_Q_TILE on (with TWO_TERM_Q two for each)."""
     k = (packed_k,)
     if TILES_PER_PACKED_K > 1:
-        k = dequant_packed_16bit_words(packed_k, cfg)
+        k = dequant_16bit_words_to_tiles(packed_k, cfg)
     TERMS: tl.constexpr = 2 if TWO_TERM_Q else 1
     for j in tl.static_range(TILES_PER_PACKED_K * TERMS):
         if ACCUMULATE or j > 0:
@@ -322,7 +322,7 @@ def rescale_and_accumulate_pv(
                 CKV, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, cfg.CKV_STRIDE_UNIT, i * cfg.CHUNK,
                 cfg.CHUNK, cfg.PACKED_V, True, cfg,
             )  # fmt: skip
-        v = dequant_packed_16bit_words(tl.trans(packed_chunk), cfg)
+        v = dequant_16bit_words_to_tiles(tl.trans(packed_chunk), cfg)
         scaled_p = p
         if cfg.GROUP_SCALES:
             scaled_p = p * group_ratios[i][:, None]
@@ -552,11 +552,13 @@ def stream_k_mla_decode_kernel(
     )  # fmt: skip
     if block < block_end:
         i_request, n_block_base = find_request_and_base_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg)
-        kv_scale_value = load_device_or_host_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE)
+        kv_scale_value = load_device_scale_else_host_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE)
         score_scale = (
-            load_device_or_host_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E * kv_scale_value
+            load_device_scale_else_host_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE)
+            * LOG2E
+            * kv_scale_value
         )
-        value_scale = kv_scale_value * load_device_or_host_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
+        value_scale = kv_scale_value * load_device_scale_else_host_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
         request = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
         if cfg.SPLIT_BLOCKS > 0:
             block += blocks_to_next_split(block - n_block_base, request.num_n_blocks, cfg)

@@ -17,7 +17,7 @@ from ...host import launch
 from ...host.attention_launches import epilogue_and_softmax_scale_constants, output_and_workspace_args
 from ...host.bind import HostAction, KernelLaunch, LaunchSequence, Workspace, tensor_args
 from ...host.kernel_config import KernelConfig
-from ..parts.combine import cast_output, load_device_or_host_scale
+from ..parts.combine import cast_output, load_device_scale_else_host_scale
 
 _MAX_CACHED_WORKSPACE = 64 << 20  # bytes of workspace kept for the next call
 _SET_FIELDS = ("ckv", "kpe", "ckv_scale_cache", "page_table", "indices", "index_lens", "kv_scale_t")
@@ -59,7 +59,7 @@ def merge_sets_kernel(
         sink_p = tl.where(sink == row_max, 1.0, tl.exp(sink - row_max))
     p_1, p_2 = tl.exp(lse_1 - row_max), tl.exp(lse_2 - row_max)
     denominator = tl.where(empty, 1.0, p_1 + p_2 + sink_p)
-    scale = load_device_or_host_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE) / denominator
+    scale = load_device_scale_else_host_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE) / denominator
     acc_o = (acc_1 * p_1 + acc_2 * p_2) * scale
     p_out = OUT + token * stride_out_t + head * stride_out_h + o_l
     tl.store(p_out, cast_output(tl.where(empty, 0.0, acc_o), OUT, cfg), mask=m_l)

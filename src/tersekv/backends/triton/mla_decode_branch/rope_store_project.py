@@ -16,7 +16,7 @@ from ..parts.latent_rows import (
     MAX_HEADS_PER_PROGRAM,
     REQUESTS_PER_STEP,
     latent_append_and_rope_args,
-    store_latent_or_roped_heads,
+    store_latent_or_roped_heads_return_valid,
     store_seq_lens,
 )
 from ..parts.project import project_head
@@ -39,15 +39,15 @@ def rope_store_project_kernel(
     NATIVE_FP8_MMA: tl.constexpr,
     NATIVE_FP8_CAST: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """The first 1 + ⌈H / BLOCK_H⌉ programs a token run `store_latent_or_roped_heads`, and one stores the lengths; the
-    others project BLOCK_N columns of a head for BLOCK_M tokens."""
+    """The first 1 + ⌈H / BLOCK_H⌉ programs a token run `store_latent_or_roped_heads_return_valid`, and one stores the
+    lengths; the others project BLOCK_N columns of a head for BLOCK_M tokens."""
     i_program, programs_per_token = tl.program_id(0), 1 + (H + BLOCK_H - 1) // BLOCK_H
     if i_program <= T * programs_per_token:
         pdl_early_launch_and_wait(USE_PDL)
         if i_program == T * programs_per_token:
             store_seq_lens(SEQ_LENS_OUT, CACHE_LENS, CU_SEQLENS_Q, B, TOKENS_PER_REQUEST, BLOCK_B)
         else:
-            store_latent_or_roped_heads(
+            store_latent_or_roped_heads_return_valid(
                 (i_program // programs_per_token).to(tl.int64), i_program % programs_per_token - 1, H,
                 (Q, stride_qt, stride_qh), (Q_PE_OUT, H * R, R),
                 (KV_C, K_PE, stride_c, stride_pe),

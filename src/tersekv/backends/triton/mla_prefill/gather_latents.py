@@ -17,7 +17,12 @@ from tersekv.formats import LATENT_GROUP
 
 from ...host.bind import BYTES, KernelLaunch, TensorArg, tensor_args
 from ..parts.dequant import e4m3_bytes_to_fp16
-from ..parts.latent_rows import find_request_of_row, k_pe_storage_kind, latent_cache_args, lookup_page_slot_and_validity
+from ..parts.latent_rows import (
+    find_request_of_row_else_B,
+    k_pe_storage_kind,
+    latent_cache_and_page_table_args,
+    lookup_page_slot_and_validity,
+)
 from ..parts.quant import E4M3_MAX, FP32_MAX, MAX_LATENT_AMAX, divide_rn, encode_fp8, reciprocal_rn, row_abs_max
 
 GROUP = tl.constexpr(LATENT_GROUP)
@@ -77,7 +82,7 @@ def gather_and_requantize_latents_kernel(
     """Gathers and quantizes one row of the chunk."""
     # Find the row's request, page and slot
     i_row = tl.program_id(0).to(tl.int64)
-    b = find_request_of_row(CHUNK_ROW_OFFSETS, i_row, B)
+    b = find_request_of_row_else_B(CHUNK_ROW_OFFSETS, i_row, B)
     first_row = tl.load(CHUNK_ROW_OFFSETS + tl.minimum(b, B)).to(tl.int64)
     valid = (b < B) & (i_row >= first_row)
     i_request = tl.where(valid, b, 0)
@@ -139,8 +144,8 @@ def make_gather_launch(
     f: SimpleNamespace, i_chunk: int, num_rows: int, scales_stride: int, native_casts: bool
 ) -> KernelLaunch:
     """Returns the launch for a chunk of `num_rows` rows; SCALES: [L/128, scales_stride]."""
-    arguments = latent_cache_args(f) | chunk_offset_args(i_chunk) | tensor_args(BYTES, LATENTS_OUT="CODES",
-                                                                              SCALES_OUT="SCALES", K_PE_OUT="K_PE") | {
+    outputs = tensor_args(BYTES, LATENTS_OUT="CODES", SCALES_OUT="SCALES", K_PE_OUT="K_PE")
+    arguments = latent_cache_and_page_table_args(f) | chunk_offset_args(i_chunk) | outputs | {
         "stride_scales_out": scales_stride if f.kv_b_proj_scale is not None else 0,
         "STORAGE_KIND": k_pe_storage_kind(f.format),
         "NATIVE_FP8_CAST": native_casts,

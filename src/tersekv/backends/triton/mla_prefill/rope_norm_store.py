@@ -14,7 +14,7 @@ from ..parts.latent_rows import (
     MAX_HEADS_PER_PROGRAM,
     REQUESTS_PER_STEP,
     latent_append_and_rope_args,
-    store_latent_or_roped_heads,
+    store_latent_or_roped_heads_return_valid,
     store_seq_lens,
 )
 from ..parts.token_rows import pdl_early_launch_and_wait
@@ -58,7 +58,7 @@ def rope_norm_store_kernel(
     if SEQ_LENS_OUT is not None:  # noqa: SIM102 - known to the compiler, unlike the other
         if t + tl.program_id(1) == 0:
             store_seq_lens(SEQ_LENS_OUT, CACHE_LENS, CU_SEQLENS_Q, B, 0, BLOCK_B)
-    valid = store_latent_or_roped_heads(
+    valid = store_latent_or_roped_heads_return_valid(
         t, i_head_block, H, (Q, stride_qt, stride_qh), (Q_PE_OUT, stride_rt, stride_rh), (KV_C, K_PE, stride_c,
         stride_pe), (CKV, KPE, SCALES, stride_cp, stride_cs, stride_kp, stride_ks, stride_sp, stride_ss),
         (NORM_GAMMA, epsilon, KV_SCALE, kv_scale),

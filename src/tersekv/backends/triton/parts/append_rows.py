@@ -18,9 +18,9 @@ from .token_rows import (
     load_code_rows,
     load_cos_sin_or_zeros,
     load_quant_and_global_scale,
-    load_rope_nope_rows,
-    load_rope_position,
-    load_rows,
+    load_rope_nope_rows_as_fp32,
+    load_rope_positions,
+    load_rows_as_fp32,
     load_slot_or_request_and_position,
     pdl_early_launch_and_wait,
     pdl_late_launch_or_order_loads,
@@ -48,17 +48,18 @@ QUERY_ARGS = tensor_args(
 
 
 @triton.jit
-def quantize_and_append_rows(
+def quantize_or_copy_rows_to_cache(
     i_block, num_tokens, p_x, strides, p_codes, strides_codes, p_scales, strides_scales, p_scale, scale, slot_args,
-    position_args,
+    position_check_args,
     H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
     SCALE_PER_HEAD: tl.constexpr, SCALE_T_MULTIPLIES: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, PACKED_READ_MODE: tl.constexpr,
     USE_PTX: tl.constexpr, USE_PDL: tl.constexpr, PDL_LAUNCH_LATE: tl.constexpr, rotation,
 ):  # fmt: skip
-    """Quantizes and stores one block of rows [tokens, H, D]; `position_args`: skips tokens without a position.
+    """Quantizes and stores one block of rows [tokens, H, D].
 
-    rotation:  as `hadamard.divide_by_channel_scales_and_rotate` takes it
+    position_check_args:  rope_args, by which tokens without a position are skipped; or of None
+    rotation:             as `hadamard.divide_by_channel_scales_and_rotate` takes it
 
     uint8 rows are codes of an fp8 cache, and are copied.
     """
@@ -70,16 +71,16 @@ def quantize_and_append_rows(
     if CODES:
         x = load_code_rows(p_x, o_x, D, D_PAD)
     else:
-        x = load_packed_pairs(p_x, o_x, D, D_PAD) if PACKED_READ_MODE else load_rows(p_x, o_x, D, D_PAD)
+        x = load_packed_pairs(p_x, o_x, D, D_PAD) if PACKED_READ_MODE else load_rows_as_fp32(p_x, o_x, D, D_PAD)
     token_slot = load_slot_or_request_and_position(token, slot_args)
-    if position_args[0] is not None:
-        position = load_rope_position(token, position_args)
+    if position_check_args[0] is not None:
+        position = load_rope_positions(position_check_args[1], token)
     pdl_late_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, False)
     # Where each row goes; m_write: whether it is stored
     page, page_slot, m_write = resolve_page_slot_and_write_mask(token_slot, slot_args, PAGE)
     m_write = m_write[:, None]
-    if position_args[0] is not None:
-        _, has_position = cos_sin_row_ptr_and_mask(position, position_args)
+    if position_check_args[0] is not None:
+        _, has_position = cos_sin_row_ptr_and_mask(position, position_check_args)
         m_write = m_write & has_position
     o_codes = cache_row_offsets(page, page_slot, head, strides_codes, STRIDE_UNIT)
     o_scales = cache_row_offsets(page, page_slot, head, strides_scales, 1)
@@ -107,34 +108,34 @@ def quantize_and_append_rows(
 @triton.jit
 def rope_and_cast_queries(
     i_block, num_tokens, p_x, strides, p_out, strides_out, p_scale, scale, slot_args, rope_args,
-    H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, APPLY_ROPE: tl.constexpr,
     INTERLEAVED: tl.constexpr, QUERY_KIND: tl.constexpr, ZERO_PADDING: tl.constexpr, SCALE_T_MULTIPLIES: tl.constexpr,
     NATIVE_FP8_CAST: tl.constexpr, STRIDE_UNIT: tl.constexpr, USE_PDL: tl.constexpr, PDL_LAUNCH_LATE: tl.constexpr,
     ORDER_LOADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotates (if ROTARY), scales, casts and stores one block of query rows; 0 where the token has no position or, with
-    ZERO_PADDING, no slot."""
+    """Rotates (if APPLY_ROPE), scales, casts and stores one block of query rows; 0 where the token has no position or,
+    with ZERO_PADDING, no slot."""
     token, head = clamped_token_and_head_of_rows(i_block, num_tokens, H, ROWS)
     p_x += row_offsets(token, head, strides, STRIDE_UNIT)
     p_out += row_offsets(token, head, strides_out, STRIDE_UNIT)
     pdl_early_launch_and_wait(USE_PDL, PDL_LAUNCH_LATE)
     HALF: tl.constexpr = D // 2
-    if not ROTARY:
-        x = load_rows(p_x, 0, D, D_PAD)
+    if not APPLY_ROPE:
+        x = load_rows_as_fp32(p_x, 0, D, D_PAD)
         y = x
     elif INTERLEAVED:
-        x, y = deinterleave_pairs(load_rows(p_x, 0, D, D_PAD))
+        x, y = deinterleave_pairs(load_rows_as_fp32(p_x, 0, D, D_PAD))
     else:
-        x, y = load_rows(p_x, 0, HALF, D_PAD // 2), load_rows(p_x, HALF, HALF, D_PAD // 2)
+        x, y = load_rows_as_fp32(p_x, 0, HALF, D_PAD // 2), load_rows_as_fp32(p_x, HALF, HALF, D_PAD // 2)
     if rope_args[0] is not None:
-        position = load_rope_position(token, rope_args)
+        position = load_rope_positions(rope_args[1], token)
     if ZERO_PADDING:
         token_slot, _ = load_slot_or_request_and_position(token, slot_args)
     pdl_late_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS)
     valid = token[:, None] >= 0
     if rope_args[0] is not None:
         p_cos_sin_row, valid = cos_sin_row_ptr_and_mask(position, rope_args)
-    if ROTARY:
+    if APPLY_ROPE:
         cos, sin = load_cos_sin_or_zeros(p_cos_sin_row, valid, HALF, D_PAD // 2)
         x, y = apply_rope(x, y, cos, sin)
     if ZERO_PADDING:
@@ -147,7 +148,7 @@ def rope_and_cast_queries(
         tl.where(valid, y * quant_scale, 0.0), p_out.dtype.element_ty, QUERY_KIND, NATIVE_FP8_CAST
     )
     m_unique = unique_rows_mask(i_block, num_tokens, H, ROWS)
-    if not ROTARY:
+    if not APPLY_ROPE:
         store_rows(p_out, x, m_unique, D)
     elif INTERLEAVED:
         store_rows(p_out, interleave_pairs(x, y), m_unique, D)
@@ -179,10 +180,13 @@ def rope_quantize_and_append_keys(
     HALF: tl.constexpr = D // 2
     pdl_early_launch_and_wait(USE_PDL, PDL_LAUNCH_LATE)
     if SPLIT_HALVES:
-        a, b = load_rows(p_rope, o_rope, HALF, D_PAD // 2), load_rows(p_rope + HALF, o_rope, HALF, D_PAD // 2)
+        a, b = (
+            load_rows_as_fp32(p_rope, o_rope, HALF, D_PAD // 2),
+            load_rows_as_fp32(p_rope + HALF, o_rope, HALF, D_PAD // 2),
+        )
     else:
-        x = load_rope_nope_rows(p_rope, o_rope, p_nope, o_nope, R, D, D_PAD)
-    position, token_slot = load_rope_position(token, rope_args), load_slot_or_request_and_position(token, slot_args)
+        x = load_rope_nope_rows_as_fp32(p_rope, o_rope, p_nope, o_nope, R, D, D_PAD)
+    position, token_slot = load_rope_positions(rope_args[1], token), load_slot_or_request_and_position(token, slot_args)
     pdl_late_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS)
     p_cos_sin_row, has_position = cos_sin_row_ptr_and_mask(position, rope_args)
     if SPLIT_HALVES:

@@ -7,7 +7,7 @@ from .quant import cast_to_float_dtype_or_fp8_bytes
 from .tile_scheduler import (
     METADATA_FIELDS,
     blocks_per_split,
-    find_work_tile,
+    find_request_and_m_block_of_work_tile,
     load_request_lengths_and_block_counts,
     split_metadata_ptr,
 )
@@ -17,7 +17,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_device_or_host_scale(host_scale, DEVICE_SCALE, offset, HAS_DEVICE_SCALE: tl.constexpr):
+def load_device_scale_else_host_scale(host_scale, DEVICE_SCALE, offset, HAS_DEVICE_SCALE: tl.constexpr):
     """Returns a scale: loaded from the device tensor if there is one, else the host float."""
     if HAS_DEVICE_SCALE:
         return tl.load(DEVICE_SCALE + offset)
@@ -83,7 +83,7 @@ def combine_by_split_metadata_kernel(
         m_block = tl.load(SPLIT_METADATA + i_program * METADATA_FIELDS + 3)
         h, i_row = i_program % cfg.HEADS, m_block * cfg.BLOCK_M + i_row_in_block
         if i_row < seqlen_q * cfg.GROUP:
-            row_max, row_sum, acc_o = load_and_combine_splits_of_row(
+            row_max, row_sum, acc_o = combine_row_splits_unnormalized(
                 SPLIT_WORKSPACE, 2 * i_program, 2 * cfg.HEADS, 1, num_splits, i_row_in_block, cfg
             )
             store_output_row(
@@ -100,11 +100,11 @@ def combine_batch_invariant_kernel(
     """Combines one row of a split work tile, numbered by `tile_scheduler.first_work_tile_index`."""
     i_program, i_row_in_block = tl.program_id(0), tl.program_id(1)
     i_work_tile, h = i_program // cfg.HEADS, i_program % cfg.HEADS
-    i_request, m_block = find_work_tile(CU_SEQLENS_Q, B, i_work_tile, cfg)
+    i_request, m_block = find_request_and_m_block_of_work_tile(CU_SEQLENS_Q, B, i_work_tile, cfg)
     request = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
     i_row, split_blocks = m_block * cfg.BLOCK_M + i_row_in_block, blocks_per_split(request.num_n_blocks, cfg)
     if (i_row < request.seqlen_q * cfg.GROUP) & (split_blocks < request.num_n_blocks):
-        row_max, row_sum, acc_o = load_and_combine_splits_of_row(
+        row_max, row_sum, acc_o = combine_row_splits_unnormalized(
             SPLIT_WORKSPACE, i_work_tile * max_splits * cfg.HEADS + h, cfg.HEADS, 0,
             tl.cdiv(request.num_n_blocks, split_blocks), i_row_in_block, cfg,
         )  # fmt: skip
@@ -115,7 +115,7 @@ def combine_batch_invariant_kernel(
 
 
 @triton.jit
-def load_and_combine_splits_of_row(
+def combine_row_splits_unnormalized(
     SPLIT_WORKSPACE, slot_base, slot_stride, extra_offset_of_split_0, num_splits, i_row_in_block, cfg: tl.constexpr
 ):
     """Returns (row_max, row_sum, acc_o) of one row over all splits; the first slot is slot_base +
@@ -153,9 +153,9 @@ def store_output_row(row_max, row_sum, acc_o, SINKS, OUT, LSE, MAX_LOGITS, v_sca
     o_d = tl.arange(0, cfg.COMBINE_COLUMNS)
     head = (h * cfg.GROUP + i_row % cfg.GROUP).to(tl.int64)
     token = (q_begin + i_row // cfg.GROUP).to(tl.int64)
-    value_scale = load_device_or_host_scale(
+    value_scale = load_device_scale_else_host_scale(
         v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE
-    ) * load_device_or_host_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
+    ) * load_device_scale_else_host_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
     acc_scale, lse = compute_acc_scale_and_lse(
         row_max, row_sum, value_scale * cfg.V_RESIDUAL_SCALE, SINKS, head, True, cfg, cfg.LSE_OF_KEYS
     )

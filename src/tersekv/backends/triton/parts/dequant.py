@@ -165,60 +165,56 @@ def e4m3_bytes_to_fp16(x):
 
 
 @triton.jit
-def bytes_to_fp16(byte, cfg: tl.constexpr):
+def bytes_to_exact_fp16(code_bytes, cfg: tl.constexpr):
     """Converts codes [..] in the low bytes of uint16 to fp16, by portable operations."""
     if cfg.CODE == E4M3:
-        return e4m3_bytes_to_fp16(byte)
+        return e4m3_bytes_to_fp16(code_bytes)
     elif cfg.CODE == E5M2:
-        return (byte << 8).to(tl.uint16).to(tl.float16, bitcast=True)
+        return (code_bytes << 8).to(tl.uint16).to(tl.float16, bitcast=True)
     else:
-        tl.static_assert(cfg.CODE == INT8, "a code that byte_values does not know")
-        return byte.to(tl.int8).to(tl.float16)
+        tl.static_assert(cfg.CODE == INT8, "a code that is no byte")
+        return code_bytes.to(tl.int8).to(tl.float16)
 
 
 @triton.jit
-def nibbles_to_fp16(nibble, cfg: tl.constexpr):
-    """Converts 4-bit codes in uint16 to fp16; e2m1: × 2^-14."""
-    if cfg.CODE == INT4:
-        return nibble.to(tl.int16).to(tl.float16)
-    else:
-        tl.static_assert(cfg.CODE == E2M1, "a code that nibble_values does not know")
-        bits = ((nibble & 0x8) << 12) | ((nibble & 0x7) << 9)
-        return bits.to(tl.uint16).to(tl.float16, bitcast=True)
+def e2m1_nibbles_to_fp16_div_16384(nibbles):
+    """Converts e2m1 codes in uint16 to fp16, × 2^-14."""
+    bits = ((nibbles & 0x8) << 12) | ((nibbles & 0x7) << 9)
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def dequant_packed_16bit_words(packed, cfg: tl.constexpr, block_scales_or_zero_points=None):
-    """Returns PACK fp16 tiles of packed codes [N, W]; of 16 bits the tile itself.
+def dequant_16bit_words_to_tiles(words, cfg: tl.constexpr, e2m1_scales_or_int4_zero_points=None):
+    """Returns PACK fp16 tiles of the codes in words [N, W]; of 16 bits the tile itself.
 
-    block_scales_or_zero_points: e2m1: block scales of `expand_e4m3_block_scales_to_fp16`, which multiply codes; int4:
-    None, or zero points (int16, broadcast against the words), which are subtracted.
+    e2m1_scales_or_int4_zero_points: block scales of `expand_block_scales_times_power_of_2`, which multiply codes; None,
+    or zero points (int16, broadcast against the words), which are subtracted.
     Tiles are values × their `dequant_tile_power_of_2_factor`.
     """
     # NOTE: result types are written out: Triton 3.9 accepts no named tuple of types.
     if cfg.PACK == 1:
         tl.static_assert(cfg.CODE == BF16 or cfg.CODE == FP16, "a code that unpack does not know")
-        return (packed,)
+        return (words,)
     elif cfg.USE_PTX:
         if cfg.CODE == E4M3:
             PTX: tl.constexpr = _E4M3_FIELDS_PTX if cfg.E4M3_BY_HAND else E4M3_PTX
-            return tl.inline_asm_elementwise(PTX, "=&r,=&r,r", [packed], (tl.float16, tl.float16), True, 2)
+            return tl.inline_asm_elementwise(PTX, "=&r,=&r,r", [words], (tl.float16, tl.float16), True, 2)
         elif cfg.CODE == E5M2:
-            return tl.inline_asm_elementwise(E5M2_PTX, "=&r,=&r,r", [packed], (tl.float16, tl.float16), True, 2)
+            return tl.inline_asm_elementwise(E5M2_PTX, "=&r,=&r,r", [words], (tl.float16, tl.float16), True, 2)
         elif cfg.CODE == INT8:
-            return tl.inline_asm_elementwise(INT8_PTX, "=&r,=&r,r", [packed], (tl.float16, tl.float16), True, 2)
+            return tl.inline_asm_elementwise(INT8_PTX, "=&r,=&r,r", [words], (tl.float16, tl.float16), True, 2)
         elif cfg.CODE == INT4:
-            if block_scales_or_zero_points is None:
+            if e2m1_scales_or_int4_zero_points is None:
                 return tl.inline_asm_elementwise(
-                    INT4_PTX, "=&r,=&r,=&r,=&r,r", [packed], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
+                    INT4_PTX, "=&r,=&r,=&r,=&r,r", [words], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
                 )
             else:
-                zero_low, packed = tl.broadcast(block_scales_or_zero_points, packed)
-                zero_high, packed = tl.broadcast(block_scales_or_zero_points << 4, packed)
+                zero_low, words = tl.broadcast(e2m1_scales_or_int4_zero_points, words)
+                zero_high, words = tl.broadcast(e2m1_scales_or_int4_zero_points << 4, words)
                 return tl.inline_asm_elementwise(
                     INT4_LESS_ZERO_PTX,
                     "=&r,=&r,=&r,=&r,r,r,r",
-                    [packed, zero_low, zero_high],
+                    [words, zero_low, zero_high],
                     (tl.float16, tl.float16, tl.float16, tl.float16),
                     True,
                     2,
@@ -228,32 +224,35 @@ def dequant_packed_16bit_words(packed, cfg: tl.constexpr, block_scales_or_zero_p
             return tl.inline_asm_elementwise(
                 E2M1_PTX,
                 "=&r,=&r,=&r,=&r,r,r",
-                [packed, block_scales_or_zero_points],
+                [words, e2m1_scales_or_int4_zero_points],
                 (tl.float16, tl.float16, tl.float16, tl.float16),
                 True,
                 2,
             )
     else:
-        codes = packed.to(tl.uint16, bitcast=True)
+        codes = words.to(tl.uint16, bitcast=True)
         if cfg.PACK == 2:
-            return bytes_to_fp16(codes & 0xFF, cfg), bytes_to_fp16(codes >> 8, cfg)
+            return bytes_to_exact_fp16(codes & 0xFF, cfg), bytes_to_exact_fp16(codes >> 8, cfg)
         else:
             out = ()
             for j in tl.static_range(4):
-                x = nibbles_to_fp16((codes >> (4 * j)) & 15, cfg)
+                nibbles = (codes >> (4 * j)) & 15
                 if cfg.CODE == E2M1:
-                    x = x * block_scales_or_zero_points
-                elif block_scales_or_zero_points is not None:
-                    x = x - block_scales_or_zero_points.to(tl.float16)
+                    x = e2m1_nibbles_to_fp16_div_16384(nibbles) * e2m1_scales_or_int4_zero_points
+                else:
+                    tl.static_assert(cfg.CODE == INT4, "a code that is no nibble")
+                    x = nibbles.to(tl.int16).to(tl.float16)
+                    if e2m1_scales_or_int4_zero_points is not None:
+                        x = x - e2m1_scales_or_int4_zero_points.to(tl.float16)
                 out = out + (x,)
             return out
 
 
 @triton.constexpr_function
 def dequant_tile_power_of_2_factor(i_tile, cfg):
-    """Returns the power of two that tile i_tile of `dequant_packed_16bit_words` is multiplied by."""
+    """Returns the power of two that tile i_tile of `dequant_16bit_words_to_tiles` is multiplied by."""
     if cfg.CODE == "e2m1":
-        return 2.0**-14 if cfg.USE_PTX else 2.0**-7  # 2^7: `expand_e4m3_block_scales_to_fp16`
+        return 2.0**-14 if cfg.USE_PTX else 2.0**-7  # 2^7: `expand_block_scales_times_power_of_2`
     elif cfg.CODE == "int4" and cfg.USE_PTX:
         return 2.0**-20 if i_tile % 2 else 2.0**-24
     else:
@@ -261,8 +260,8 @@ def dequant_tile_power_of_2_factor(i_tile, cfg):
 
 
 @triton.jit
-def expand_e4m3_block_scales_to_fp16(
-    scales, NUM_ROWS: tl.constexpr, NUM_BLOCKS: tl.constexpr, PACKED_PER_BLOCK: tl.constexpr, cfg: tl.constexpr
+def expand_block_scales_times_power_of_2(
+    e4m3_scales, NUM_ROWS: tl.constexpr, NUM_BLOCKS: tl.constexpr, PACKED_PER_BLOCK: tl.constexpr, cfg: tl.constexpr
 ):
     """Returns e4m3 block scales [NUM_ROWS, NUM_BLOCKS] by word, fp16 [NUM_ROWS, NUM_BLOCKS * PACKED_PER_BLOCK].
 
@@ -272,11 +271,11 @@ def expand_e4m3_block_scales_to_fp16(
         # NOTE: said to be impure, so that it stays where each scale is held once: behind the change of layout each is
         # held by many lanes, at odd bytes.
         PTX: tl.constexpr = _E4M3_FIELDS_ROW_PTX if cfg.E4M3_BY_HAND else _E4M3_ROW_PTX
-        s = tl.inline_asm_elementwise(PTX, "=&r,=&r,r", [scales.to(tl.uint8, bitcast=True)], tl.float16, False, 4)
+        s = tl.inline_asm_elementwise(PTX, "=&r,=&r,r", [e4m3_scales.to(tl.uint8, bitcast=True)], tl.float16, False, 4)
     elif cfg.E4M3_BY_HAND:
-        s = e4m3_bytes_to_fp16(scales) * 128.0
+        s = e4m3_bytes_to_fp16(e4m3_scales) * 128.0
     else:
-        s = scales.to(tl.float16) * 128.0
+        s = e4m3_scales.to(tl.float16) * 128.0
     s = tl.broadcast_to(s[:, :, None], [NUM_ROWS, NUM_BLOCKS, PACKED_PER_BLOCK])
     return tl.reshape(s, [NUM_ROWS, NUM_BLOCKS * PACKED_PER_BLOCK])
 

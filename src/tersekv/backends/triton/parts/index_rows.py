@@ -90,7 +90,7 @@ def load_index_rows(
 
 
 @triton.jit
-def encode_index_fp8_codes_and_scales(x, COLUMNS_PER_SCALE: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
+def encode_index_fp8_codes_and_pow2_scales(x, COLUMNS_PER_SCALE: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
     """Returns e4m3 bytes of rows x [ROWS, D_PAD] fp32, and scales [ROWS, D_PAD / COLUMNS_PER_SCALE], powers of two."""
     ROWS: tl.constexpr = x.shape[0]
     D_PAD: tl.constexpr = x.shape[1]

@@ -57,15 +57,15 @@ class ScoreConfig(KernelConfig):
 
 
 @triton.jit
-def request_of_row(CU_SEQLENS_Q, B, i_row, cfg: tl.constexpr):
+def request_of_row_else_minus_1_or_B(CU_SEQLENS_Q, B, i_row, cfg: tl.constexpr):
     """Returns the request of row i_row, B if it lies behind all, −1 if before."""
     if cfg.VARLEN_Q:
-        ended = -(i_row < tl.load(CU_SEQLENS_Q).to(tl.int64)).to(tl.int32)
+        num_ended = -(i_row < tl.load(CU_SEQLENS_Q).to(tl.int64)).to(tl.int32)
         for i in range(0, B, cfg.BLOCK_B):
             o_b = i + tl.arange(0, cfg.BLOCK_B)
             end = tl.load(CU_SEQLENS_Q + o_b + 1, mask=o_b < B, other=0).to(tl.int64)
-            ended += tl.sum(((o_b < B) & (end <= i_row)).to(tl.int32))
-        return ended
+            num_ended += tl.sum(((o_b < B) & (end <= i_row)).to(tl.int32))
+        return num_ended
     else:
         return i_row // cfg.Q_LEN
 
@@ -81,23 +81,17 @@ def positions_of_request_rows_else_minus_1(SEQ_LENS, CU_SEQLENS_Q, B, i_request,
     else:
         begin = i_request.to(tl.int64) * cfg.Q_LEN
         end = begin + cfg.Q_LEN
-    mine = valid & (rows >= begin) & (rows < end)
-    return tl.where(mine, tl.maximum(seq_len - (end - rows), -1), -1)
+    in_request = valid & (rows >= begin) & (rows < end)
+    return tl.where(in_request, tl.maximum(seq_len - (end - rows), -1), -1)
 
 
 @triton.jit
-def load_tile(p, mask, IS_E4M3_BYTES: tl.constexpr):
-    if IS_E4M3_BYTES:
-        return tl.load(p, mask=mask, other=0)
+def load_tile_as_mma_dtype(p, mask, DECODE_E4M3_BYTES: tl.constexpr, cfg: tl.constexpr):
+    """Loads a tile as it is multiplied, 0 outside the mask; every code is exact in it."""
+    if DECODE_E4M3_BYTES:
+        x = e4m3_bytes_to_fp16(tl.load(p, mask=mask, other=0))
     else:
-        return tl.load(p, mask=mask, other=0.0)
-
-
-@triton.jit
-def convert_to_mma_dtype(x, IS_E4M3_BYTES: tl.constexpr, cfg: tl.constexpr):
-    """Returns a tile as it is multiplied; every code is exact in it."""
-    if IS_E4M3_BYTES:
-        x = e4m3_bytes_to_fp16(x)
+        x = tl.load(p, mask=mask, other=0.0)
     if cfg.DOT == "e4m3":
         return x
     elif cfg.DOT == "fp16":
@@ -116,8 +110,8 @@ def load_query_block(Q, o_rows, head_block, d_block, m_rows, stride_qh, cfg: tl.
     o = o_rows[:, None] + (h.to(tl.int64) * stride_qh)[None, :]
     o = tl.reshape(o, [cfg.ROWS * cfg.HEADS])
     mask = tl.reshape(mask, [cfg.ROWS * cfg.HEADS])
-    x = load_tile(Q + o[:, None] + d[None, :], mask[:, None] & (d < cfg.D)[None, :], cfg.Q_AS_BYTES)
-    return convert_to_mma_dtype(x, cfg.Q_AS_BYTES, cfg)
+    p_q = Q + o[:, None] + d[None, :]
+    return load_tile_as_mma_dtype(p_q, mask[:, None] & (d < cfg.D)[None, :], cfg.Q_AS_BYTES, cfg)
 
 
 @triton.jit
@@ -138,7 +132,7 @@ def load_key_block(K, o_keys, m_keys, d_block, cfg: tl.constexpr):
         mask = m_keys[:, None]
     else:
         mask = m_keys[:, None] & (d < cfg.D)[None, :]
-    return convert_to_mma_dtype(load_tile(K + o_keys[:, None] + d[None, :], mask, cfg.K_AS_BYTES), cfg.K_AS_BYTES, cfg)
+    return load_tile_as_mma_dtype(K + o_keys[:, None] + d[None, :], mask, cfg.K_AS_BYTES, cfg)
 
 
 @triton.jit
@@ -171,11 +165,11 @@ def compute_qk_scaled_if_several_d_blocks(K, SCALES, o_keys, o_scales, m_keys, q
 
 
 @triton.jit
-def relu_and_weight_heads(acc, w, cfg: tl.constexpr):
+def per_head_relu_qk_times_weight(qk, w, cfg: tl.constexpr):
     """Returns products after ReLU, times the weights of heads."""
     if cfg.RELU:
-        acc = tl.where(acc < 0, 0.0, acc)  # a NaN stays
-    return acc * w
+        qk = tl.where(qk < 0, 0.0, qk)  # a NaN stays
+    return qk * w
 
 
 @triton.jit
@@ -185,50 +179,52 @@ def sum_heads(x, cfg: tl.constexpr):
 
 
 @triton.jit
-def update_column_max_ignoring_nan(best, any_number, any_nan, s, m_seen, cfg: tl.constexpr):
-    """Returns the largest number of each column so far [GROUPS, C], and whether it has seen a number, and a NaN."""
+def update_column_max_ignoring_nan(column_max, any_number, any_nan, s, m_visible, cfg: tl.constexpr):
+    """Returns the largest number of each column so far [GROUPS, C], and whether it has had a number, and a NaN."""
     C: tl.constexpr = s.shape[1]
-    is_number = m_seen & (s == s)
+    is_number = m_visible & (s == s)
     numbers = tl.reshape(tl.where(is_number, s, float("-inf")), [cfg.GROUPS, cfg.GROUP, C])
     found = tl.reshape(is_number.to(tl.int32), [cfg.GROUPS, cfg.GROUP, C])
-    nans = tl.reshape((m_seen & (s != s)).to(tl.int32), [cfg.GROUPS, cfg.GROUP, C])
+    nans = tl.reshape((m_visible & (s != s)).to(tl.int32), [cfg.GROUPS, cfg.GROUP, C])
     return (
-        tl.maximum(best, tl.max(numbers, 1)),
+        tl.maximum(column_max, tl.max(numbers, 1)),
         tl.maximum(any_number, tl.max(found, 1)),
         tl.maximum(any_nan, tl.max(nans, 1)),
     )
 
 
 @triton.jit(do_not_specialize=["B", "first_row", "end_row", "width"])
-def index_scores_kernel(
+def index_block_max_scores_kernel(
     Q, WEIGHTS, K, SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, STARTS, ENDS, OUT, scale, B, first_row, end_row, width,
     max_keys,
     stride_qt, stride_qh, stride_wt, stride_wh, stride_kp, stride_ks, stride_sp, stride_ss, stride_table, stride_ot,
     stride_oh,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """Scores of rows [first_row, end_row), row first_row to the first row of OUT. STARTS, ENDS: the keys that each row
-    sees, instead of those up to its position."""
+    """Stores the largest score of each column of rows [first_row, end_row), row first_row to the first row of OUT.
+
+    STARTS, ENDS: the keys visible to each row, instead of those up to its position
+    """
     # Tile scheduler: rows, the requests that they may belong to, columns
     first = first_row + tl.program_id(1) * cfg.ROWS
     rows = (first + tl.arange(0, cfg.ROWS)).to(tl.int64)
     last = tl.minimum(first + cfg.ROWS, end_row) - 1
-    b_first = tl.maximum(request_of_row(CU_SEQLENS_Q, B, first, cfg), 0)
+    b_first = tl.maximum(request_of_row_else_minus_1_or_B(CU_SEQLENS_Q, B, first, cfg), 0)
     b_last = b_first
     if cfg.ROWS > 1:
-        b_last = request_of_row(CU_SEQLENS_Q, B, last, cfg)
+        b_last = request_of_row_else_minus_1_or_B(CU_SEQLENS_Q, B, last, cfg)
     column_begin = tl.program_id(0) * (cfg.STEPS * cfg.GROUPS)
     column_end = tl.minimum(column_begin + cfg.STEPS * cfg.GROUPS, width)
     for i in range(b_first, tl.maximum(b_last, b_first) + 1):
         b = tl.cast(i, tl.int32)
-        # Keys [first_keys, visible) are those that a row sees
+        # Keys [first_keys, end_keys) are those that a row sees
         position = positions_of_request_rows_else_minus_1(SEQ_LENS, CU_SEQLENS_Q, B, b, rows, cfg)
-        visible = tl.minimum((position + 1) // cfg.RATIO, max_keys).to(tl.int32)
+        end_keys = tl.minimum((position + 1) // cfg.RATIO, max_keys).to(tl.int32)
         if ENDS is not None:
-            visible = load_key_bounds(ENDS, rows, end_row, max_keys)
-        first_keys = visible * 0
+            end_keys = load_start_or_end_key_of_rows(ENDS, rows, end_row, max_keys)
+        first_keys = end_keys * 0
         if STARTS is not None:
-            first_keys = load_key_bounds(STARTS, rows, end_row, max_keys)
+            first_keys = load_start_or_end_key_of_rows(STARTS, rows, end_row, max_keys)
         # Rows of no request are written with the first.
         if cfg.VARLEN_Q:
             begin = tl.load(CU_SEQLENS_Q + b, mask=b < B, other=0).to(tl.int64)
@@ -238,54 +234,54 @@ def index_scores_kernel(
         else:
             m_rows = rows // cfg.Q_LEN == b
         m_rows = m_rows & (rows < end_row)
-        _store_scores_of_request(
+        _store_block_max_scores_of_request(
             Q, WEIGHTS, K, SCALES, PAGE_TABLE + tl.minimum(b, B - 1).to(tl.int64) * stride_table, OUT, scale, rows,
-            rows - first_row, m_rows, first_keys, visible, STARTS is not None, column_begin, column_end, stride_qt,
+            rows - first_row, m_rows, first_keys, end_keys, STARTS is not None, column_begin, column_end, stride_qt,
             stride_qh, stride_wt, stride_wh, stride_kp, stride_ks, stride_sp, stride_ss, stride_ot, stride_oh, cfg,
         )  # fmt: skip
 
 
 @triton.jit
-def load_key_bounds(BOUNDS, rows, end_row, max_keys):
+def load_start_or_end_key_of_rows(STARTS_OR_ENDS, rows, end_row, max_keys):
     """Loads the first keys of rows, or where their keys end, in [0, max_keys]."""
-    x = tl.load(BOUNDS + rows, mask=rows < end_row, other=0).to(tl.int64)
+    x = tl.load(STARTS_OR_ENDS + rows, mask=rows < end_row, other=0).to(tl.int64)
     return tl.minimum(tl.maximum(x, 0), max_keys).to(tl.int32)
 
 
 @triton.jit
-def _store_scores_of_request(
-    Q, WEIGHTS, K, SCALES, PAGE_IDS, OUT, scale, rows, out_rows, m_rows, first_keys, visible, HAS_STARTS: tl.constexpr,
+def _store_block_max_scores_of_request(
+    Q, WEIGHTS, K, SCALES, PAGE_IDS, OUT, scale, rows, out_rows, m_rows, first_keys, end_keys, HAS_STARTS: tl.constexpr,
     column_begin, column_end, stride_qt, stride_qh, stride_wt, stride_wh, stride_kp, stride_ks, stride_sp, stride_ss,
     stride_ot, stride_oh, cfg: tl.constexpr,
 ):  # fmt: skip
-    """Scores of the rows m_rows, of one request, of the columns [column_begin, column_end)."""
+    """Largest scores of the rows m_rows, of one request, of the columns [column_begin, column_end)."""
     C: tl.constexpr = cfg.ROWS * cfg.HEADS if cfg.EACH else cfg.ROWS
     o_q, o_w = rows * stride_qt, rows * stride_wt
-    m_seen_rows = m_rows & (visible > 0)
-    num_seen = tl.max(tl.where(m_rows, visible, 0))
-    seen_end = tl.minimum(tl.cdiv(num_seen, cfg.BLOCK), column_end)
-    seen_begin = column_begin
+    m_visible_rows = m_rows & (end_keys > 0)
+    num_visible = tl.max(tl.where(m_rows, end_keys, 0))
+    visible_end = tl.minimum(tl.cdiv(num_visible, cfg.BLOCK), column_end)
+    visible_begin = column_begin
     if HAS_STARTS:
         skipped = tl.min(tl.where(m_rows, first_keys, 2147483647)) // cfg.BLOCK - column_begin
         skipped = tl.minimum(tl.maximum(skipped, 0), column_end - column_begin)
-        seen_begin += skipped // cfg.GROUPS * cfg.GROUPS
+        visible_begin += skipped // cfg.GROUPS * cfg.GROUPS
     o_n = tl.arange(0, cfg.BLOCK_N)
     for head_block in range(cfg.HEAD_BLOCKS if cfg.EACH else 1):
         if cfg.EACH:
             o_h = head_block * cfg.HEADS + tl.arange(0, cfg.HEADS)
             o_out = tl.reshape((out_rows * stride_ot)[:, None] + (o_h.to(tl.int64) * stride_oh)[None, :], [1, C])
             m_out = tl.reshape(m_rows[:, None] & (o_h < cfg.H)[None, :], [1, C])
-            limit = tl.reshape(tl.broadcast_to(visible[:, None], [cfg.ROWS, cfg.HEADS]), [1, C])
+            limit = tl.reshape(tl.broadcast_to(end_keys[:, None], [cfg.ROWS, cfg.HEADS]), [1, C])
             lowest = tl.reshape(tl.broadcast_to(first_keys[:, None], [cfg.ROWS, cfg.HEADS]), [1, C])
         else:
-            o_out, m_out, limit = (out_rows * stride_ot)[None, :], m_rows[None, :], visible[None, :]
+            o_out, m_out, limit = (out_rows * stride_ot)[None, :], m_rows[None, :], end_keys[None, :]
             lowest = first_keys[None, :]
         if cfg.EACH or cfg.HEAD_BLOCKS == 1:
-            q = load_query_by_d_blocks(Q, o_q, head_block, m_seen_rows, stride_qh, cfg)
-            w = load_head_weights(WEIGHTS, o_w, head_block, m_seen_rows, stride_wh, cfg)
-        for column in range(seen_begin, seen_end, cfg.GROUPS):
+            q = load_query_by_d_blocks(Q, o_q, head_block, m_visible_rows, stride_qh, cfg)
+            w = load_head_weights(WEIGHTS, o_w, head_block, m_visible_rows, stride_wh, cfg)
+        for column in range(visible_begin, visible_end, cfg.GROUPS):
             o_column = column + tl.arange(0, cfg.GROUPS)
-            best = tl.full([cfg.GROUPS, C], float("-inf"), tl.float32)
+            column_max = tl.full([cfg.GROUPS, C], float("-inf"), tl.float32)
             if cfg.GROUP > 1 or cfg.SUBS > 1:
                 any_number = tl.full([cfg.GROUPS, C], 0, tl.int32)
                 any_nan = tl.full([cfg.GROUPS, C], 0, tl.int32)
@@ -293,7 +289,7 @@ def _store_scores_of_request(
                 # Page lookup
                 slot = sub * cfg.GROUP + o_n % cfg.GROUP
                 key = (column + o_n // cfg.GROUP) * cfg.BLOCK + slot
-                m_keys = (slot < cfg.BLOCK) & (key < num_seen)
+                m_keys = (slot < cfg.BLOCK) & (key < num_visible)
                 if cfg.ONE_PAGE:
                     page = tl.load(PAGE_IDS + column // cfg.PAGE).to(tl.int64)
                     entry = column % cfg.PAGE + o_n
@@ -305,36 +301,36 @@ def _store_scores_of_request(
                 # QK, ReLU, weights and sum of the heads; the scale of keys with one scale
                 if cfg.EACH or cfg.HEAD_BLOCKS == 1:
                     qk = compute_qk_scaled_if_several_d_blocks(K, SCALES, o_keys, o_scales, m_keys, q, cfg)
-                    s = relu_and_weight_heads(qk, w, cfg)
+                    s = per_head_relu_qk_times_weight(qk, w, cfg)
                     if not cfg.EACH:
                         s = sum_heads(s, cfg)
                 else:
                     s = tl.full([cfg.BLOCK_N, C], 0.0, tl.float32)
                     for i in range(cfg.HEAD_BLOCKS):
-                        q_i = load_query_by_d_blocks(Q, o_q, i, m_seen_rows, stride_qh, cfg)
-                        w_i = load_head_weights(WEIGHTS, o_w, i, m_seen_rows, stride_wh, cfg)
+                        q_i = load_query_by_d_blocks(Q, o_q, i, m_visible_rows, stride_qh, cfg)
+                        w_i = load_head_weights(WEIGHTS, o_w, i, m_visible_rows, stride_wh, cfg)
                         qk_i = compute_qk_scaled_if_several_d_blocks(K, SCALES, o_keys, o_scales, m_keys, q_i, cfg)
-                        s += sum_heads(relu_and_weight_heads(qk_i, w_i, cfg), cfg)
+                        s += sum_heads(per_head_relu_qk_times_weight(qk_i, w_i, cfg), cfg)
                 if cfg.HAS_SCALES and cfg.D_BLOCKS == 1:
                     s = s * tl.load(SCALES + o_scales, mask=m_keys, other=0.0)[:, None]
                 s = s * scale
                 # Mask, and the largest score of a column
-                m_seen = m_keys[:, None] & (key[:, None] < limit)
+                m_visible = m_keys[:, None] & (key[:, None] < limit)
                 if HAS_STARTS:
-                    m_seen = m_seen & (key[:, None] >= lowest)
+                    m_visible = m_visible & (key[:, None] >= lowest)
                 if cfg.GROUP > 1 or cfg.SUBS > 1:
-                    best, any_number, any_nan = update_column_max_ignoring_nan(
-                        best, any_number, any_nan, s, m_seen, cfg
+                    column_max, any_number, any_nan = update_column_max_ignoring_nan(
+                        column_max, any_number, any_nan, s, m_visible, cfg
                     )
                 else:
-                    best = tl.where(m_seen, s, float("-inf"))
+                    column_max = tl.where(m_visible, s, float("-inf"))
             if cfg.GROUP > 1 or cfg.SUBS > 1:
-                best = tl.where((any_number == 0) & (any_nan > 0), float("nan"), best)
-            tl.store(OUT + o_out + o_column[:, None], best, mask=m_out & (o_column < column_end)[:, None])
+                column_max = tl.where((any_number == 0) & (any_nan > 0), float("nan"), column_max)
+            tl.store(OUT + o_out + o_column[:, None], column_max, mask=m_out & (o_column < column_end)[:, None])
         # What no row sees.
         if HAS_STARTS:
-            _store_minus_inf_scores(OUT, o_out, m_out, column_begin, seen_begin, cfg)
-        done = seen_begin + tl.cdiv(tl.maximum(seen_end - seen_begin, 0), cfg.GROUPS) * cfg.GROUPS
+            _store_minus_inf_scores(OUT, o_out, m_out, column_begin, visible_begin, cfg)
+        done = visible_begin + tl.cdiv(tl.maximum(visible_end - visible_begin, 0), cfg.GROUPS) * cfg.GROUPS
         _store_minus_inf_scores(OUT, o_out, m_out, done, column_end, cfg)
 
 
@@ -432,4 +428,4 @@ def index_score_launch(
         "stride_oh": strides[1], "cfg": cfg,
     }  # fmt: skip
     grid = (-(-width // (cfg.GROUPS * cfg.STEPS)), -(-len(rows) // cfg.ROWS))
-    return KernelLaunch(index_scores_kernel, grid, arguments, num_warps=4, num_stages=3)
+    return KernelLaunch(index_block_max_scores_kernel, grid, arguments, num_warps=4, num_stages=3)

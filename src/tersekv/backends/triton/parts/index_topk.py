@@ -1,7 +1,7 @@
 """The columns of a row's largest scores, in ascending order: the kernels that two operations share.
 
 A tournament. Programs each hold a split of a row in registers and keep its k largest, in order, as candidates, or some
-more where there is room; these are split in turn until one program holds all of a row's, and takes what the row takes.
+more where there is room; these are split in turn until one program holds all of a row's, and selects the row's.
 The k-th largest is found bit by bit, by counts; then a scan compacts: all larger keys, and of the equal ones the first.
 So every row costs the same, whatever its scores are. Where k is most of a split, one program goes through the row again
 for every bit instead.
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ...host import launch
 from ...host.bind import KernelLaunch, TensorArg
-from .index_scores import positions_of_request_rows_else_minus_1, request_of_row
+from .index_scores import positions_of_request_rows_else_minus_1, request_of_row_else_minus_1_or_B
 
 # Columns of a program. After 3.6 Triton stores by way of shared memory, 8 bytes a column: 64 KB are on every chip.
 _MIN_SPLIT, _MAX_SPLIT = 4096, 16384 if triton.__version__.startswith("3.6.") else 8192
@@ -30,7 +30,7 @@ _KEPT_KEY = tl.constexpr(0xFFFFFFFF)
 
 
 class Source(NamedTuple):
-    """What a program takes from: scores (fp32), or candidates' keys (int32) with their columns behind them."""
+    """What a program selects from: scores (fp32), or candidates' keys (int32) with their columns behind them."""
 
     p_row: Any
     num: Any  # scores that the row sees, or candidates
@@ -53,19 +53,19 @@ def block_columns(BLOCK_COLUMNS: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def sortable_keys_at(source, i):
-    """Loads keys at places i as uint32 in the order of scores; 0: not to be taken, 1: NaN, the largest: taken before
-    all others."""
-    valid = i < source.num
+def load_topk_keys_kept_first_nan_last(source, columns):
+    """Loads keys of columns as uint32 in the order of scores; 0: not to be selected, 1: NaN, the largest: selected
+    before all others."""
+    valid = columns < source.num
     if source.p_row.dtype.element_ty == tl.int32:
-        return tl.load(source.p_row + i, mask=valid, other=0).to(tl.uint32, bitcast=True)
+        return tl.load(source.p_row + columns, mask=valid, other=0).to(tl.uint32, bitcast=True)
     else:
-        x = tl.load(source.p_row + i, mask=valid, other=float("-inf")) + 0.0  # −0 becomes 0
+        x = tl.load(source.p_row + columns, mask=valid, other=float("-inf")) + 0.0  # −0 becomes 0
         bits = x.to(tl.int32, bitcast=True)
         key = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
         key = tl.where(x == x, key, NAN_KEY)
         if source.keep_first + source.keep_last > 0:
-            kept = (i < source.keep_first) | (i >= source.num - source.keep_last)
+            kept = (columns < source.keep_first) | (columns >= source.num - source.keep_last)
             key = tl.where(kept, _KEPT_KEY, key)
         return tl.where(x != float("-inf"), key, 0).to(tl.uint32)
 
@@ -73,25 +73,29 @@ def sortable_keys_at(source, i):
 @triton.jit
 def load_sortable_score_keys(source, begin, BLOCK_COLUMNS: tl.constexpr, WARPS: tl.constexpr):
     """Loads the keys of a block."""
-    return sortable_keys_at(source, begin + block_columns(BLOCK_COLUMNS, WARPS))
+    return load_topk_keys_kept_first_nan_last(source, begin + block_columns(BLOCK_COLUMNS, WARPS))
 
 
 @triton.jit
-def load_columns_of_keys(source, begin, columns_offset, mask, BLOCK_COLUMNS: tl.constexpr, WARPS: tl.constexpr):
-    """Returns the columns of a block of a source."""
+def load_or_compute_column_indices(
+    source, begin, columns_offset, m_selected, BLOCK_COLUMNS: tl.constexpr, WARPS: tl.constexpr
+):
+    """Returns the columns of a block: those stored with candidates, or their places in the row."""
     i = begin + block_columns(BLOCK_COLUMNS, WARPS)
     if source.p_row.dtype.element_ty == tl.int32:
-        return tl.load(source.p_row + columns_offset + i, mask=mask, other=0)
+        return tl.load(source.p_row + columns_offset + i, mask=m_selected, other=0)
     else:
         return i
 
 
 @triton.constexpr_function
-def count_ptx(n):
-    """PTX that counts those of n keys, from $n on, that are below a threshold: as a negative number in $0; 0 in others.
+def negative_count_below_threshold_ptx(num_keys):
+    """PTX that counts those of n = num_keys keys, from $n on, that are below a threshold: as a negative number in $0; 0
+    in others.
 
     LLVM makes bit counts of sums of comparisons, with twice the instructions.
     """
+    n = num_keys
     counted = "".join(f"sub.cc.u32 x, ${n + i}, ${2 * n + i}; subc.u32 c, c, 0; " for i in range(n))
     zeros = "".join(f"mov.u32 ${i}, 0; " for i in range(1, n))
     return "{ .reg .b32 x, c; mov.u32 c, 0; " + counted + "mov.u32 $0, c; " + zeros + "}"
@@ -107,7 +111,7 @@ def negative_partial_counts_below(keys, threshold, WARPS: tl.constexpr, USE_PTX:
     """Returns a tensor whose sum is minus the number of keys below the threshold."""
     if USE_PTX:
         N: tl.constexpr = min(keys.numel // (32 * WARPS), 8)
-        PTX: tl.constexpr = count_ptx(N)
+        PTX: tl.constexpr = negative_count_below_threshold_ptx(N)
         CONSTRAINTS: tl.constexpr = count_constraints(N)
         return tl.inline_asm_elementwise(PTX, CONSTRAINTS, [keys, threshold], tl.int32, True, N)
     else:
@@ -130,30 +134,30 @@ def count_keys_at_or_above(source, first_block_keys, threshold, BLOCK_COLUMNS: t
 
 
 @triton.jit
-def find_topk_threshold_and_ties(
-    source, first_block_keys, k, max_taken, BLOCK_COLUMNS: tl.constexpr, ONE_BLOCK: tl.constexpr, WARPS: tl.constexpr,
+def find_topk_threshold_and_num_ties(
+    source, first_block_keys, min_k, max_k, BLOCK_COLUMNS: tl.constexpr, ONE_BLOCK: tl.constexpr, WARPS: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Returns (the smallest key of the k largest, or of up to `max_taken`; how many equal keys are taken)."""
+    """Returns (the smallest key of the min_k largest, or of up to `max_k`; how many equal keys are selected)."""
     threshold, bit = tl.full([], 0, tl.uint32), tl.full([], 0x80000000, tl.uint32)
     num_from = count_keys_at_or_above(source, first_block_keys, threshold + 1, BLOCK_COLUMNS, ONE_BLOCK, WARPS, USE_PTX)
-    while (bit > 0) & (num_from > max_taken):
+    while (bit > 0) & (num_from > max_k):
         count = count_keys_at_or_above(
             source, first_block_keys, threshold | bit, BLOCK_COLUMNS, ONE_BLOCK, WARPS, USE_PTX
         )
-        threshold = tl.where(count >= k, threshold | bit, threshold)
-        num_from = tl.where(count >= k, count, num_from)
+        threshold = tl.where(count >= min_k, threshold | bit, threshold)
+        num_from = tl.where(count >= min_k, count, num_from)
         bit = bit >> 1
     threshold = tl.maximum(threshold, 1)
     more = tl.full([], 0, tl.int32)
     if threshold < 0xFFFFFFFF:
         more = count_keys_at_or_above(source, first_block_keys, threshold + 1, BLOCK_COLUMNS, ONE_BLOCK, WARPS, USE_PTX)
-    return threshold, tl.minimum(num_from, max_taken) - more
+    return threshold, tl.minimum(num_from, max_k) - more
 
 
 @triton.jit
-def output_positions_m_taken_count_and_ties_left(keys, threshold, max_ties):
-    """Returns (output positions of a block's keys, which are taken, how many are, how many ties are left)."""
+def output_positions_m_selected_count_and_ties_left(keys, threshold, max_ties):
+    """Returns (output positions of a block's keys, which are selected, how many are, how many ties are left)."""
     more, equal = keys > threshold, keys == threshold
     # Both counts in one scan; a block has fewer than 2^15 columns.
     both = (more.to(tl.int32) << 16) + equal.to(tl.int32)
@@ -162,18 +166,18 @@ def output_positions_m_taken_count_and_ties_left(keys, threshold, max_ties):
     before = tl.cumsum(of_step, 1) - of_step + (tl.cumsum(of_warp, 0) - of_warp)[:, None]
     both = tl.cumsum(both, 0) + before[None, :, :]
     num_more, num_equal = both >> 16, both & 0xFFFF
-    place = num_more + tl.minimum(num_equal, max_ties) - 1
+    position = num_more + tl.minimum(num_equal, max_ties) - 1
     total = tl.sum(of_warp, 0)
     count = (total >> 16) + tl.minimum(total & 0xFFFF, max_ties)
-    return place, more | (equal & (num_equal <= max_ties)), count, tl.maximum(max_ties - (total & 0xFFFF), 0)
+    return position, more | (equal & (num_equal <= max_ties)), count, tl.maximum(max_ties - (total & 0xFFFF), 0)
 
 
 @triton.jit
-def num_visible_columns_open_group_and_start(
+def num_visible_columns_open_group_is_open_start(
     STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_request, i_row, width, KEYS_PER_COLUMN: tl.constexpr,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """Returns (number of columns that row i_row, of request i_request, sees, its open group, whether it has one, its
+    """Returns (number of columns visible to row i_row, of request i_request, its open group, whether it has one, its
     first column). VISIBLE: columns, or where they end behind STARTS; None: by its position, KEYS_PER_COLUMN keys a
     column."""
     if VISIBLE is not None:
@@ -230,8 +234,8 @@ def index_candidates_kernel(
     i_line, i_split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     i_row, line = i_line // HEADS, (i_line % HEADS).to(tl.int64)
     t = first_row + i_row
-    i_request = 0 if VISIBLE is not None else request_of_row(CU_SEQLENS_Q, B, t, cfg)
-    visible, _group, _is_open, start = num_visible_columns_open_group_and_start(
+    i_request = 0 if VISIBLE is not None else request_of_row_else_minus_1_or_B(CU_SEQLENS_Q, B, t, cfg)
+    visible, _group, _is_open, start = num_visible_columns_open_group_is_open_start(
         STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_request, t, width, KEYS_PER_COLUMN, cfg
     )
     num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_ROUNDS)
@@ -240,14 +244,16 @@ def index_candidates_kernel(
     begin = i_split * COLUMNS_PER_SPLIT
     if begin < source.num:
         key = load_sortable_score_keys(source, begin, COLUMNS_PER_SPLIT, WARPS)
-        threshold, ties = find_topk_threshold_and_ties(
+        threshold, num_ties = find_topk_threshold_and_num_ties(
             source, key, k, max_per_split, COLUMNS_PER_SPLIT, True, WARPS, USE_PTX
         )
-        place, taken, count, ties = output_positions_m_taken_count_and_ties_left(key, threshold, ties)
-        column = load_columns_of_keys(source, begin, columns_offset, taken, COLUMNS_PER_SPLIT, WARPS)
+        position, m_selected, count, num_ties = output_positions_m_selected_count_and_ties_left(
+            key, threshold, num_ties
+        )
+        column = load_or_compute_column_indices(source, begin, columns_offset, m_selected, COLUMNS_PER_SPLIT, WARPS)
         p_out = CANDIDATES + (i_line.to(tl.int64) * num_splits + i_split) * max_per_split
-        tl.store(p_out + place, key.to(tl.int32, bitcast=True), mask=taken)
-        tl.store(p_out + candidates_offset + place, column, mask=taken)
+        tl.store(p_out + position, key.to(tl.int32, bitcast=True), mask=m_selected)
+        tl.store(p_out + candidates_offset + position, column, mask=m_selected)
         for i in range(count, max_per_split, _FILL):
             o_rest = i + tl.arange(0, _FILL)
             tl.store(p_out + o_rest, 0, mask=o_rest < max_per_split)
@@ -264,11 +270,11 @@ def index_topk_kernel(
     WARPS: tl.constexpr, COLUMNS_PER_SPLIT: tl.constexpr, NUM_ROUNDS: tl.constexpr, HAS_GROUP: tl.constexpr,
     KEYS_PER_COLUMN: tl.constexpr, USE_PTX: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """Takes columns of one row of one head."""
+    """Stores the selected columns of one row of one head."""
     i_row, line = tl.program_id(0) // HEADS, (tl.program_id(0) % HEADS).to(tl.int64)
     t = first_row + i_row
-    i_request = 0 if VISIBLE is not None else request_of_row(CU_SEQLENS_Q, B, t, cfg)
-    visible, group, is_open, start = num_visible_columns_open_group_and_start(
+    i_request = 0 if VISIBLE is not None else request_of_row_else_minus_1_or_B(CU_SEQLENS_Q, B, t, cfg)
+    visible, group, is_open, start = num_visible_columns_open_group_is_open_start(
         STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_request, t, width, KEYS_PER_COLUMN, cfg
     )
     num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_ROUNDS)
@@ -276,17 +282,21 @@ def index_topk_kernel(
     source = Source(p_row, num, keep_first, keep_last)
     p_out = OUT + t.to(tl.int64) * stride_ot + line * stride_oh
     key = load_sortable_score_keys(source, 0, BLOCK_COLUMNS, WARPS)
-    threshold, ties = find_topk_threshold_and_ties(source, key, k, k, BLOCK_COLUMNS, ONE_BLOCK, WARPS, USE_PTX)
-    place, taken, count, ties = output_positions_m_taken_count_and_ties_left(key, threshold, ties)
-    tl.store(p_out + place, load_columns_of_keys(source, 0, columns_offset, taken, BLOCK_COLUMNS, WARPS), mask=taken)
+    threshold, num_ties = find_topk_threshold_and_num_ties(source, key, k, k, BLOCK_COLUMNS, ONE_BLOCK, WARPS, USE_PTX)
+    position, m_selected, count, num_ties = output_positions_m_selected_count_and_ties_left(key, threshold, num_ties)
+    tl.store(
+        p_out + position,
+        load_or_compute_column_indices(source, 0, columns_offset, m_selected, BLOCK_COLUMNS, WARPS),
+        mask=m_selected,
+    )
     if not ONE_BLOCK:
         for i in range(BLOCK_COLUMNS, source.num, BLOCK_COLUMNS):
-            place, taken, num_taken, ties = output_positions_m_taken_count_and_ties_left(
-                load_sortable_score_keys(source, i, BLOCK_COLUMNS, WARPS), threshold, ties
+            position, m_selected, num_selected, num_ties = output_positions_m_selected_count_and_ties_left(
+                load_sortable_score_keys(source, i, BLOCK_COLUMNS, WARPS), threshold, num_ties
             )
-            column = load_columns_of_keys(source, i, columns_offset, taken, BLOCK_COLUMNS, WARPS)
-            tl.store(p_out + count + place, column, mask=taken)
-            count += num_taken
+            column = load_or_compute_column_indices(source, i, columns_offset, m_selected, BLOCK_COLUMNS, WARPS)
+            tl.store(p_out + count + position, column, mask=m_selected)
+            count += num_selected
     if HAS_GROUP:
         tl.store(p_out + count, group.to(tl.int32), mask=is_open)
         count += tl.where(is_open, 1, 0)
@@ -332,23 +342,25 @@ def words_of_candidates(width: int, k: int) -> int:
     return 2 * sum(n for n, _ in num_candidates_and_max_per_split_by_round(width, k))
 
 
-def candidate_slices(num_lines: int, width: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def candidate_workspace_slices(
+    num_row_heads: int, width: int, k: int
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Returns slices of the workspace for candidates of so many rows of heads, by their names in the launches."""
     rounds = num_candidates_and_max_per_split_by_round(width, k)
-    return {f"candidates_{i}": ((2, num_lines, n), torch.int32) for i, (n, _) in enumerate(rounds)}
+    return {f"candidates_{i}": ((2, num_row_heads, n), torch.int32) for i, (n, _) in enumerate(rounds)}
 
 
 def index_topk_launches(
     f: SimpleNamespace, scores: TensorArg, strides: tuple[int, int], rows: range, width: int, row_args: dict[str, Any],
     kernels: Kernels,
 ) -> list[KernelLaunch]:  # fmt: skip
-    """Returns the launches that take columns of some rows.
+    """Returns the launches that select columns of some rows.
 
     scores, strides: where the scores of the first of them are, and strides of rows and heads there
     row_args:        STARTS, VISIBLE, OPEN_GROUP, HAS_GROUP; SEQ_LENS, CU_SEQLENS_Q, B, KEYS_PER_COLUMN, cfg
     """
     lines = f.out.shape[1] if len(f.out.shape) == 3 else 1
-    last, split, num_lines = min(f.keep_last, f.k), split_columns(f.k), len(rows) * lines
+    last, split, num_row_heads = min(f.keep_last, f.k), split_columns(f.k), len(rows) * lines
     row_args = dict(row_args)
     has_group = row_args.pop("HAS_GROUP")
     row_args |= {
@@ -360,7 +372,7 @@ def index_topk_launches(
     rounds = num_candidates_and_max_per_split_by_round(width, f.k)
     row_args["first_round_max_per_split"] = rounds[0][1] if rounds else 0
     for i, (entries, max_per_split) in enumerate(rounds):
-        num_splits, offset = entries // max_per_split, num_lines * entries
+        num_splits, offset = entries // max_per_split, num_row_heads * entries
         candidates = TensorArg(f"candidates_{i}")
         sizes = {
             "max_per_split": max_per_split,
@@ -369,7 +381,7 @@ def index_topk_launches(
             "WARPS": kernels.num_warps(split),
         }
         launches.append(KernelLaunch(
-            kernels.candidates, (num_lines * num_splits,), row_args | source | sizes | {"CANDIDATES": candidates},
+            kernels.candidates, (num_row_heads * num_splits,), row_args | source | sizes | {"CANDIDATES": candidates},
             num_warps=kernels.num_warps(split), **kernels.options,
         ))  # fmt: skip
         source = {
@@ -387,12 +399,12 @@ def index_topk_launches(
         "ONE_BLOCK": num_entries <= block, "WARPS": kernels.num_warps(block), "HAS_GROUP": has_group,
     }  # fmt: skip
     last_launch = KernelLaunch(
-        kernels.topk, (num_lines,), row_args, num_warps=kernels.num_warps(block), **kernels.options
+        kernels.topk, (num_row_heads,), row_args, num_warps=kernels.num_warps(block), **kernels.options
     )
     return [*launches, last_launch]
 
 
-def portable_kernels(f: SimpleNamespace) -> Kernels:
+def triton_index_topk_kernels(f: SimpleNamespace) -> Kernels:
     """Returns the kernels here."""
     lanes = 64 if f.arch is None else 32
 

@@ -12,11 +12,11 @@ import triton.language as tl
 
 from .dequant import BF16, E4M3, E5M2, FP16, INT8, e4m3_bytes_to_fp16
 from .hadamard import hadamard_butterflies
-from .packed_quant import unpack_pairs
-from .quant import encode_int4, int4_scale_zero_point_and_stored_scale, reciprocal_rn
+from .packed_quant import unpack_16bit_pairs_to_fp32
+from .quant import int4_scale_zero_point_and_stored_scale, reciprocal_rn, round_and_clamp_to_int4
 
 
-def _encode_lines(values: list[str], inv_scales: list[str], zero_points: list[str]) -> list[str]:
+def _encode_8_int4_codes_ptx_lines(values: list[str], inv_scales: list[str], zero_points: list[str]) -> list[str]:
     """PTX of 8 numbers, the inverse scale and the zero point of each → 8 nibbles $0, in registers x, t and k0 to k7.
 
     A saturating multiply-add gives (y + 0.5) / 16 in [0, 1], rounded as y + 0.5 is; 2^19, whose last bit is 1 / 16,
@@ -43,42 +43,42 @@ def _encode_lines(values: list[str], inv_scales: list[str], zero_points: list[st
     return [*lines, "shl.b32 t, k1, 4;", "or.b32 $0, k0, t;"]
 
 
-def _encode_8_int4_codes_ptx(codes_per_word: int) -> str:
+def _encode_8_int4_codes_ptx(num_input_tiles: int) -> str:
     """Returns PTX: 8 columns, 1 / scale and zero point of each → 8 nibbles $0.
 
-    Operands are tiles of n = 8 / codes_per_word elements: columns codes_per_word * i + j first, then 1 / scale and
+    Operands are tiles of n = 8 / num_input_tiles elements: columns num_input_tiles * i + j first, then 1 / scale and
     zero points of element i.
     """
-    n = 8 // codes_per_word
-    at = [divmod(c, codes_per_word) for c in range(8)]
-    lines = _encode_lines(
+    n = 8 // num_input_tiles
+    at = [divmod(c, num_input_tiles) for c in range(8)]
+    lines = _encode_8_int4_codes_ptx_lines(
         [f"${1 + j * n + i}" for i, j in at], [f"${9 + i}" for i, _ in at], [f"${9 + n + i}" for i, _ in at]
     )
     return "\n".join(["{", ".reg .f32 x;", ".reg .b32 k<8>, t;", *lines, "}"])
 
 
-def _encode_words_ptx(code: str) -> str:
+def _input_words_to_8_int4_codes_ptx(input_code: str) -> str:
     """Returns PTX: words of 8 codes, then (e4m3:) their scale, 1 / scale of the int4 row and its zero point for each
     word → 8 nibbles $0. Numbers are decoded where they are needed, so that few are held at a time."""
-    pack = 4 if code == "e4m3" else 2
+    pack = 4 if input_code == "e4m3" else 2
     n = 8 // pack
     lines = ["{", ".reg .f32 x, y<8>;", ".reg .b32 k<8>, t, p;", ".reg .b16 l, h, u, v;"]
     for i in range(n):
         word, y = f"${1 + i}", [f"y{pack * i + j}" for j in range(pack)]
-        if code == "e4m3":
+        if input_code == "e4m3":
             lines.append(f"mov.b32 {{u, v}}, {word};")
             for half, (low, high) in (("u", y[:2]), ("v", y[2:])):
                 lines += [f"cvt.rn.f16x2.e4m3x2 p, {half};", "mov.b32 {l, h}, p;"]
                 lines += [f"cvt.f32.f16 {low}, l;", f"cvt.f32.f16 {high}, h;"]
             lines += [f"mul.rn.f32 {name}, {name}, ${1 + n + i};" for name in y]
-        elif code == "fp16":
+        elif input_code == "fp16":
             lines += [f"mov.b32 {{l, h}}, {word};", f"cvt.f32.f16 {y[0]}, l;", f"cvt.f32.f16 {y[1]}, h;"]
         else:
             lines += [f"shl.b32 t, {word}, 16;", f"mov.b32 {y[0]}, t;"]
             lines += [f"and.b32 t, {word}, 0xFFFF0000;", f"mov.b32 {y[1]}, t;"]
-    first = 1 + n * (2 if code == "e4m3" else 1)
+    first = 1 + n * (2 if input_code == "e4m3" else 1)
     of = [c // pack for c in range(8)]
-    lines += _encode_lines(
+    lines += _encode_8_int4_codes_ptx_lines(
         [f"y{c}" for c in range(8)], [f"${first + i}" for i in of], [f"${first + n + i}" for i in of]
     )
     return "\n".join([*lines, "}"])
@@ -89,7 +89,7 @@ def _constraints(pack: int) -> str:
 
 
 _E4M3_WORDS_PTX, _BF16_WORDS_PTX, _FP16_WORDS_PTX = (
-    tl.constexpr(_encode_words_ptx(code)) for code in ("e4m3", "bf16", "fp16")
+    tl.constexpr(_input_words_to_8_int4_codes_ptx(code)) for code in ("e4m3", "bf16", "fp16")
 )
 _ENCODE_2_PTX, _ENCODE_4_PTX = tl.constexpr(_encode_8_int4_codes_ptx(2)), tl.constexpr(_encode_8_int4_codes_ptx(4))
 _CONSTRAINTS_2, _CONSTRAINTS_4 = tl.constexpr(_constraints(2)), tl.constexpr(_constraints(4))
@@ -117,11 +117,13 @@ _E4M3_TO_FP32_PTX = tl.constexpr(
 
 
 @triton.jit
-def load_tiles_of_32bit_words(p, o_rows, m_row, WORDS_PER_ROW: tl.constexpr, THREADS_PER_ROW: tl.constexpr):
-    """Loads rows of 32-bit words at p + o_rows, 0 outside m_row, in tiles [ROWS, 4 * THREADS_PER_ROW] of 16 bytes a
+def load_source_rows_as_32bit_word_tiles(
+    p_src, o_rows, m_row, WORDS_PER_ROW: tl.constexpr, THREADS_PER_ROW: tl.constexpr
+):
+    """Loads rows of 32-bit words at p_src + o_rows, 0 outside m_row, in tiles [ROWS, 4 * THREADS_PER_ROW] of 16 bytes a
     thread: of a wider tile some releases of Triton give a row to several threads."""
     VECTOR: tl.constexpr = 4 * THREADS_PER_ROW
-    p = (p + o_rows).to(tl.pointer_type(tl.uint32)) + tl.arange(0, VECTOR)[None, :]
+    p = (p_src + o_rows).to(tl.pointer_type(tl.uint32)) + tl.arange(0, VECTOR)[None, :]
     tiles = ()
     for i in tl.static_range(WORDS_PER_ROW // VECTOR):
         tiles = tiles + (tl.load(p + VECTOR * i, mask=m_row, other=0),)
@@ -129,12 +131,12 @@ def load_tiles_of_32bit_words(p, o_rows, m_row, WORDS_PER_ROW: tl.constexpr, THR
 
 
 @triton.jit
-def load_rows_as_32bit_words(p, o_rows, m_row, WORDS_PER_ROW: tl.constexpr, THREADS_PER_ROW: tl.constexpr):
-    """Loads rows [ROWS, WORDS_PER_ROW] of 32-bit words at p + o_rows, 0 outside m_row; THREADS_PER_ROW share a row."""
+def load_source_rows_as_32bit_words(p_src, o_rows, m_row, WORDS_PER_ROW: tl.constexpr, THREADS_PER_ROW: tl.constexpr):
+    """Loads rows [ROWS, WORDS_PER_ROW] of 32-bit words at p_src + o_rows, 0 outside m_row; THREADS_PER_ROW to a row."""
     ROWS: tl.constexpr = o_rows.shape[0]
     VECTOR: tl.constexpr = 4 * THREADS_PER_ROW
     LOADS: tl.constexpr = WORDS_PER_ROW // VECTOR
-    tiles = load_tiles_of_32bit_words(p, o_rows, m_row, WORDS_PER_ROW, THREADS_PER_ROW)
+    tiles = load_source_rows_as_32bit_word_tiles(p_src, o_rows, m_row, WORDS_PER_ROW, THREADS_PER_ROW)
     for level in tl.static_range(LOADS.bit_length() - 1):
         wider = ()
         for i in tl.static_range(LOADS >> (level + 1)):
@@ -156,7 +158,7 @@ def decode_32bit_words_of_8_or_16bit_codes(
 ):
     """Returns the codes of words as fp32 numbers, exactly: PACK tiles."""
     if FORMAT.CODE == BF16 or FORMAT.CODE == FP16:
-        return unpack_pairs(words, FORMAT.CODE == FP16)
+        return unpack_16bit_pairs_to_fp32(words, FORMAT.CODE == FP16)
     elif FORMAT.CODE == E4M3 and NATIVE_E4M3 and USE_PTX:
         return tl.inline_asm_elementwise(
             _E4M3_TO_FP32_PTX, "=f,=f,=f,=f,r", [words], (tl.float32, tl.float32, tl.float32, tl.float32), True, 1
@@ -190,13 +192,13 @@ def xor_words_of_signs(p_signs, WORDS_PER_ROW: tl.constexpr, PACK: tl.constexpr)
 
 
 @triton.jit
-def flip_signs(tiles, xor_words):
-    """Returns numbers [ROWS, WORDS] of PACK tiles with the signs that `xor_words_of_signs` holds."""
-    PACK: tl.constexpr = len(tiles)
+def flip_fp32_signs(fp32_tiles, xor_words):
+    """Returns fp32 numbers [ROWS, WORDS] of PACK tiles with the signs that `xor_words_of_signs` holds."""
+    PACK: tl.constexpr = len(fp32_tiles)
     out = ()
     for j in tl.static_range(PACK):
         sign = (xor_words << (32 // PACK * (PACK - 1 - j))) & 0x80000000
-        out = out + ((tiles[j].to(tl.uint32, bitcast=True) ^ sign).to(tl.float32, bitcast=True),)
+        out = out + ((fp32_tiles[j].to(tl.uint32, bitcast=True) ^ sign).to(tl.float32, bitcast=True),)
     return out
 
 
@@ -243,33 +245,39 @@ def _max_or_nan_fp16x2(a, b):
 
 
 @triton.jit
-def row_min_max_of_words(tiles, FORMAT: tl.constexpr):
-    """Returns what `row_min_max_of_tiles` does, of codes, from pairs of 16 bits: half the comparisons. [ROWS] fp32.
+def row_min_and_max_or_nan_of_words(word_tiles, e4m3_scale, FORMAT: tl.constexpr):
+    """Returns what `row_min_and_max_or_nan_of_tiles` does, of codes (of e4m3, times e4m3_scale), from pairs of 16 bits:
+    half the comparisons. [ROWS] fp32.
 
-    tiles:  of words, which together are the rows
+    word_tiles:  tiles of words, which together are the rows
     """
+    pairs = word_tiles
     if FORMAT.CODE == E4M3:
         pairs = ()
-        for i in tl.static_range(len(tiles)):
-            pairs = pairs + e4m3_words_to_fp16_pairs(tiles[i])
-        tiles = pairs
-    low, high = tiles[0], tiles[0]
-    for i in tl.static_range(1, len(tiles)):
+        for i in tl.static_range(len(word_tiles)):
+            pairs = pairs + e4m3_words_to_fp16_pairs(word_tiles[i])
+    low, high = pairs[0], pairs[0]
+    for i in tl.static_range(1, len(pairs)):
         if FORMAT.CODE == BF16:
-            low, high = _min_bf16x2(low, tiles[i]), _max_or_nan_bf16x2(high, tiles[i])
+            low, high = _min_bf16x2(low, pairs[i]), _max_or_nan_bf16x2(high, pairs[i])
         else:
-            low, high = _min_fp16x2(low, tiles[i]), _max_or_nan_fp16x2(high, tiles[i])
+            low, high = _min_fp16x2(low, pairs[i]), _max_or_nan_fp16x2(high, pairs[i])
     if FORMAT.CODE == BF16:
         low, high = tl.reduce(low, 1, _min_bf16x2), tl.reduce(high, 1, _max_or_nan_bf16x2)
     else:
         low, high = tl.reduce(low, 1, _min_fp16x2), tl.reduce(high, 1, _max_or_nan_fp16x2)
-    a, b = unpack_pairs(low, FORMAT.CODE != BF16)
-    c, d = unpack_pairs(high, FORMAT.CODE != BF16)
-    return tl.minimum(a, b), _max_or_nan(c, d)
+    a, b = unpack_16bit_pairs_to_fp32(low, FORMAT.CODE != BF16)
+    c, d = unpack_16bit_pairs_to_fp32(high, FORMAT.CODE != BF16)
+    row_min, row_max = tl.minimum(a, b), _max_or_nan(c, d)
+    if FORMAT.CODE == E4M3:  # rounding keeps the order, and a scale below 0 turns it
+        row_min, row_max = row_min_and_max_or_nan_of_tiles(
+            (row_min[:, None] * e4m3_scale, row_max[:, None] * e4m3_scale)
+        )
+    return row_min, row_max
 
 
 @triton.jit
-def row_min_max_of_tiles(tiles):
+def row_min_and_max_or_nan_of_tiles(tiles):
     """Returns minimum and maximum of rows, NaN ignored by the one, and not by the other."""
     low, high = tiles[0], tiles[0]
     for j in tl.static_range(1, len(tiles)):
@@ -278,7 +286,7 @@ def row_min_max_of_tiles(tiles):
 
 
 @triton.jit
-def encode_int4_tiles(tiles, inv_scale, zero_point, USE_PTX: tl.constexpr):
+def encode_fp32_tiles_as_int4(tiles, inv_scale, zero_point, USE_PTX: tl.constexpr):
     """Returns codes of tiles without NaN, a nibble each, the first lowest: uint8 or uint16."""
     PACK: tl.constexpr = len(tiles)
     if USE_PTX and PACK == 2:
@@ -294,16 +302,16 @@ def encode_int4_tiles(tiles, inv_scale, zero_point, USE_PTX: tl.constexpr):
         nibbles = tl.zeros(tiles[0].shape, tl.int32)
         for j in tl.static_range(PACK):
             y = tiles[j] * inv_scale
-            nibbles |= encode_int4(tl.where(y == y, y, 0.0) + zero_point) << (4 * j)
+            nibbles |= round_and_clamp_to_int4(tl.where(y == y, y, 0.0) + zero_point) << (4 * j)
         return nibbles.to(tl.uint8 if PACK == 2 else tl.uint16)
 
 
 @triton.jit
-def encode_int4_words(words, factor, inv_scale, zero_point, FORMAT: tl.constexpr):
-    """Returns codes of words (times factor, of e4m3), a nibble each: uint8 or uint16."""
+def encode_words_as_int4(words, e4m3_scale, inv_scale, zero_point, FORMAT: tl.constexpr):
+    """Returns codes of words (of e4m3, times e4m3_scale), a nibble each: uint8 or uint16."""
     if FORMAT.CODE == E4M3:
         return tl.inline_asm_elementwise(
-            _E4M3_WORDS_PTX, "=&r,r,r,f,f,f,f,f,f", [words, factor, inv_scale, zero_point], tl.uint16, True, 2
+            _E4M3_WORDS_PTX, "=&r,r,r,f,f,f,f,f,f", [words, e4m3_scale, inv_scale, zero_point], tl.uint16, True, 2
         )
     else:
         PTX: tl.constexpr = _FP16_WORDS_PTX if FORMAT.CODE == FP16 else _BF16_WORDS_PTX
@@ -325,33 +333,25 @@ def zero_nan_of_words(words, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _range_of_words(tiles, factor, FORMAT: tl.constexpr):
-    row_min, row_max = row_min_max_of_words(tiles, FORMAT)
-    if FORMAT.CODE == E4M3:  # rounding keeps the order, and a scale below 0 turns it
-        row_min, row_max = row_min_max_of_tiles((row_min[:, None] * factor, row_max[:, None] * factor))
-    return row_min, row_max
-
-
-@triton.jit
 def quantize_and_store_words_as_int4(
-    tiles, factor, p_codes, p_scales, o_codes, o_scales, m_write, FORMAT: tl.constexpr
+    tiles, e4m3_scale, p_codes, p_scales, o_codes, o_scales, m_write, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """Does `quantize_and_store_int4_tiles` on words of bf16 or fp16, or on words of e4m3 times factor, by PTX."""
-    row_min, row_max = _range_of_words(tiles, factor, FORMAT)
+    """Does `quantize_and_store_fp32_tiles_as_int4` on words of bf16 or fp16, or of e4m3 times e4m3_scale, by PTX."""
+    row_min, row_max = row_min_and_max_or_nan_of_words(tiles, e4m3_scale, FORMAT)
     if tl.max((row_max != row_max).to(tl.int32), 0) != 0:
         numbers = ()
         for i in tl.static_range(len(tiles)):
             numbers = numbers + (zero_nan_of_words(tiles[i], FORMAT),)
         tiles = numbers
         if FORMAT.CODE == E4M3:
-            factor = tl.where(factor == factor, factor, 0.0)
-        row_min, row_max = _range_of_words(tiles, factor, FORMAT)
+            e4m3_scale = tl.where(e4m3_scale == e4m3_scale, e4m3_scale, 0.0)
+        row_min, row_max = row_min_and_max_or_nan_of_words(tiles, e4m3_scale, FORMAT)
     scale, zero_point, stored_scale = _int4_scales(row_min, row_max)
     inv_scale, zero_point = reciprocal_rn(scale)[:, None], zero_point[:, None]
     VECTOR: tl.constexpr = tiles[0].shape[1]
     i_word = tl.arange(0, VECTOR)[None, :]
     for i in tl.static_range(len(tiles)):
-        codes = encode_int4_words(tiles[i], factor, inv_scale, zero_point, FORMAT)
+        codes = encode_words_as_int4(tiles[i], e4m3_scale, inv_scale, zero_point, FORMAT)
         tl.store((p_codes + o_codes).to(tl.pointer_type(codes.dtype)) + VECTOR * i + i_word, codes, mask=m_write)
     tl.store(p_scales + o_scales, stored_scale[:, None], mask=m_write)
 
@@ -363,22 +363,22 @@ def _int4_scales(row_min, row_max):
 
 
 @triton.jit
-def quantize_and_store_int4_tiles(
-    tiles, row_min_max, p_codes, p_scales, o_codes, o_scales, m_write, USE_PTX: tl.constexpr
+def quantize_and_store_fp32_tiles_as_int4(
+    fp32_tiles, row_min_and_max_or_nan, p_codes, p_scales, o_codes, o_scales, m_write, USE_PTX: tl.constexpr
 ):  # fmt: skip
     """Quantizes rows of tiles and stores them, as `quant.quantize_and_store` does.
 
-    row_min_max:  from `row_min_max_of_tiles`: NaN ends as a maximum, and is rare
+    row_min_and_max_or_nan:  from `row_min_and_max_or_nan_of_tiles`: NaN ends as a maximum, and is rare
     """
-    row_min, row_max = row_min_max
+    row_min, row_max = row_min_and_max_or_nan
     if tl.max((row_max != row_max).to(tl.int32), 0) != 0:
         numbers = ()
-        for j in tl.static_range(len(tiles)):
-            numbers = numbers + (tl.where(tiles[j] == tiles[j], tiles[j], 0.0),)
-        tiles = numbers
-        row_min, row_max = row_min_max_of_tiles(tiles)
+        for j in tl.static_range(len(fp32_tiles)):
+            numbers = numbers + (tl.where(fp32_tiles[j] == fp32_tiles[j], fp32_tiles[j], 0.0),)
+        fp32_tiles = numbers
+        row_min, row_max = row_min_and_max_or_nan_of_tiles(fp32_tiles)
     scale, zero_point, stored_scale = _int4_scales(row_min, row_max)
-    codes = encode_int4_tiles(tiles, reciprocal_rn(scale)[:, None], zero_point[:, None], USE_PTX)
+    codes = encode_fp32_tiles_as_int4(fp32_tiles, reciprocal_rn(scale)[:, None], zero_point[:, None], USE_PTX)
     i = tl.arange(0, codes.shape[1])[None, :]
     tl.store((p_codes + o_codes).to(tl.pointer_type(codes.dtype)) + i, codes, mask=m_write)
     tl.store(p_scales + o_scales, stored_scale[:, None], mask=m_write)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .latent_rows import find_request_of_row
-from .page_table import load_page_ids, page_slots
+from .latent_rows import find_request_of_row_else_B
+from .page_table import load_block_or_per_key_page_ids, page_slots
 
 
 class KeyList(NamedTuple):
@@ -50,7 +50,7 @@ def page_table_row_ptr_or_key_list(PAGE_TABLE, stride_table_b, i_request, h, lis
             return KeyList(p_entries, stride_n, num_entries, INDICES, row, num_slots)
         else:
             if cfg.LIST.VARLEN_Q:
-                b = find_request_of_row(CU_SEQLENS_Q, row, num_requests)
+                b = find_request_of_row_else_B(CU_SEQLENS_Q, row, num_requests)
                 known = b < num_requests
                 q_begin = tl.load(CU_SEQLENS_Q + b, mask=known, other=0).to(tl.int64)
                 q_end = tl.load(CU_SEQLENS_Q + b + 1, mask=known, other=0).to(tl.int64)
@@ -73,7 +73,7 @@ def page_table_row_ptr_or_key_list(PAGE_TABLE, stride_table_b, i_request, h, lis
 def load_page_ids_or_pages_slots_and_visible(key_source, n_block, num_keys_if_unlisted, cfg: tl.constexpr):
     """Loads page ids of key block n_block, or its listed keys. key_source: from `page_table_row_ptr_or_key_list`."""
     if cfg.LIST.LENGTH < 0:
-        return load_page_ids(key_source, n_block, num_keys_if_unlisted, cfg)
+        return load_block_or_per_key_page_ids(key_source, n_block, num_keys_if_unlisted, cfg)
     else:
         o_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
         i_entry = o_n // cfg.LIST.BLOCK
@@ -98,18 +98,19 @@ def load_page_ids_or_pages_slots_and_visible(key_source, n_block, num_keys_if_un
 
 
 @triton.jit
-def keys_in_range_or_visible(page_ids, n_block, num_keys, cfg: tl.constexpr):
+def keys_in_range_or_visible(page_ids_or_listed_keys, n_block, num_keys, cfg: tl.constexpr):
     """Returns which keys of n_block there are, [BLOCK_N]; of listed ones, which are visible."""
     if cfg.LIST.LENGTH < 0:
         return n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N) < num_keys
     else:
-        return page_ids[VISIBLE]
+        return page_ids_or_listed_keys[VISIBLE]
 
 
 @triton.jit
-def row_offsets(page_ids, n_block, stride_page, stride_slot, cfg: tl.constexpr):
+def key_row_offsets(page_ids_or_listed_keys, n_block, stride_page, stride_slot, cfg: tl.constexpr):
     """Returns the offsets of the rows of n_block, [BLOCK_N]."""
     if cfg.LIST.LENGTH < 0:
-        return page_ids * stride_page + page_slots(n_block, cfg) * stride_slot
+        return page_ids_or_listed_keys * stride_page + page_slots(n_block, cfg) * stride_slot
     else:
-        return page_ids[PAGES] * stride_page + page_ids[SLOTS] * stride_slot
+        pages, slots = page_ids_or_listed_keys[PAGES], page_ids_or_listed_keys[SLOTS]
+        return pages * stride_page + slots * stride_slot

@@ -87,20 +87,20 @@ def format_constants(f: SimpleNamespace) -> dict[str, Any]:
         "BF16": k.code == "bf16",
         "TWO_TERM_Q": needs_two_term_query(f, k),
         "Q_AS_BYTES": by_hand and f.q.dtype == torch.float8_e4m3fn,
-        # Left over by `dequant_packed_16bit_words`; of int4 values nothing: the main loop multiplies accumulators.
-        "K_RESIDUAL_SCALE": _residual_scale(k, launch.has_ptx(f)),
-        "V_RESIDUAL_SCALE": _residual_scale(v, launch.has_ptx(f)) if v.code != "int4" else 1.0,
+        # Left over by `dequant_16bit_words_to_tiles`; of int4 values nothing: the main loop multiplies accumulators.
+        "K_RESIDUAL_SCALE": _inverse_power_of_2_dequant_factor(k, launch.has_ptx(f)),
+        "V_RESIDUAL_SCALE": _inverse_power_of_2_dequant_factor(v, launch.has_ptx(f)) if v.code != "int4" else 1.0,
     }
 
 
-def _residual_scale(fmt: KVFormat, ptx: bool) -> float:
+def _inverse_power_of_2_dequant_factor(fmt: KVFormat, has_ptx: bool) -> float:
     """Returns the inverse of `dequant.dequant_tile_power_of_2_factor`; of int4, that of tiles with an odd number."""
     if fmt.code == "e2m1":
-        return 2.0**14 if ptx else 2.0**7
-    return 2.0**20 if fmt.code == "int4" and ptx else 1.0
+        return 2.0**14 if has_ptx else 2.0**7
+    return 2.0**20 if fmt.code == "int4" and has_ptx else 1.0
 
 
-def column_constants(f: SimpleNamespace) -> dict[str, int]:
+def head_dim_and_packed_width_constants(f: SimpleNamespace) -> dict[str, int]:
     """Returns row sizes, in columns and in packed words."""
     d, dv, (k, v) = f.q.shape[2], f.out.shape[2], map(pack_factor, pair_of(f))
     return {
@@ -130,7 +130,7 @@ def window_sinks_softcap_and_scale_constants(f: SimpleNamespace) -> dict[str, An
     }
 
 
-def cache_stride_args(f: SimpleNamespace) -> dict[str, int]:
+def cache_stride_args_in_stride_units(f: SimpleNamespace) -> dict[str, int]:
     """Returns strides of pages, slots and heads: packed codes in STRIDE_UNITs, stored scales in SCALE_STRIDE_UNITs."""
     found: dict[str, int] = {}
     constants = format_constants(f)

@@ -27,7 +27,7 @@ MOST_POSITIONS = 2**31 - 1  # where no table of angles bounds them
 
 
 @triton.jit
-def find_request_of_row(CU_ROWS, i_row, B):
+def find_request_of_row_else_B(CU_ROWS, i_row, B):
     """Returns the request b in [0, B) with CU_ROWS[b] <= i_row < CU_ROWS[b + 1]; B if i_row is past all."""
     low = B * 0
     high = B
@@ -72,17 +72,17 @@ def apply_rope_interleaved(x, cos, sin, ROWS: tl.constexpr, R_PAD: tl.constexpr)
 
 
 @triton.jit
-def load_new_latent_row(
-    KV_C, K_PE, enabled, L: tl.constexpr, R: tl.constexpr, L_PAD: tl.constexpr, R_PAD: tl.constexpr
+def load_kv_c_and_k_pe_in_own_dtype(
+    KV_C, K_PE, m_row, L: tl.constexpr, R: tl.constexpr, L_PAD: tl.constexpr, R_PAD: tl.constexpr
 ):
     """Loads a new row: [1, L_PAD], [1, R_PAD]."""
     o_l, o_r = tl.arange(0, L_PAD)[None, :], tl.arange(0, R_PAD)[None, :]
-    x = tl.load(KV_C + o_l, mask=(o_l < L) & enabled, other=0.0)
-    return x, tl.load(K_PE + o_r, mask=(o_r < R) & enabled, other=0.0)
+    x = tl.load(KV_C + o_l, mask=(o_l < L) & m_row, other=0.0)
+    return x, tl.load(K_PE + o_r, mask=(o_r < R) & m_row, other=0.0)
 
 
 @triton.jit
-def norm_rope_and_store_row(
+def rms_norm_rope_and_store_latent_row(
     latent, k_pe, CKV, KPE, SCALES, NORM_GAMMA, KV_SCALE, kv_scale, epsilon, cos, sin,
     L: tl.constexpr, R: tl.constexpr, L_PAD: tl.constexpr, R_PAD: tl.constexpr,
     FORMAT: tl.constexpr, K_PE_KIND: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr,
@@ -111,26 +111,18 @@ def norm_rope_and_store_row(
 
 
 @triton.jit
-def num_new_tokens(CU_SEQLENS_Q, i_request, m_request, TOKENS_PER_REQUEST: tl.constexpr):
-    """Returns the new tokens of request(s) i_request."""
-    if CU_SEQLENS_Q is None:
-        return i_request.to(tl.int64) * 0 + TOKENS_PER_REQUEST
-    else:
-        return tl.load(CU_SEQLENS_Q + i_request + 1, mask=m_request, other=0).to(tl.int64) - tl.load(
-            CU_SEQLENS_Q + i_request, mask=m_request, other=0
-        ).to(tl.int64)
-
-
-@triton.jit
 def store_seq_lens(SEQ_LENS_OUT, CACHE_LENS, CU_SEQLENS_Q, B, TOKENS_PER_REQUEST: tl.constexpr, BLOCK_B: tl.constexpr):
     """Stores the cached tokens of each request, the new ones included."""
     for i in range(0, B, BLOCK_B):
         o_b = i + tl.arange(0, BLOCK_B)
         m = o_b < B
-        num_new = num_new_tokens(CU_SEQLENS_Q, o_b, m, TOKENS_PER_REQUEST)
-        tl.store(
-            SEQ_LENS_OUT + o_b, (tl.load(CACHE_LENS + o_b, mask=m, other=0).to(tl.int64) + num_new).to(tl.int32), mask=m
-        )
+        seq_len = tl.load(CACHE_LENS + o_b, mask=m, other=0).to(tl.int64)
+        if CU_SEQLENS_Q is None:
+            seq_len += TOKENS_PER_REQUEST
+        else:
+            q_begin = tl.load(CU_SEQLENS_Q + o_b, mask=m, other=0).to(tl.int64)
+            seq_len += tl.load(CU_SEQLENS_Q + o_b + 1, mask=m, other=0).to(tl.int64) - q_begin
+        tl.store(SEQ_LENS_OUT + o_b, seq_len.to(tl.int32), mask=m)
 
 
 @triton.jit
@@ -151,7 +143,7 @@ def find_request_position_and_validity(
             valid,
         )
     elif BLOCK_B == 0:
-        i_request = find_request_of_row(CU_SEQLENS_Q, t, B)
+        i_request = find_request_of_row_else_B(CU_SEQLENS_Q, t, B)
         valid = (i_request < B) & (t >= tl.load(CU_SEQLENS_Q).to(tl.int64))
         i_request = tl.where(valid, i_request, 0)
         return (
@@ -175,7 +167,7 @@ def find_request_position_and_validity(
 
 
 @triton.jit
-def store_latent_or_roped_heads(
+def store_latent_or_roped_heads_return_valid(
     t, i_head_block, H, q_args, q_pe_out_args, new_row_args, cache_args, norm_args, request_args,
     TOKENS_PER_REQUEST: tl.constexpr, PAGE: tl.constexpr, DN: tl.constexpr, R: tl.constexpr, L: tl.constexpr,
     L_PAD: tl.constexpr,
@@ -209,7 +201,7 @@ def store_latent_or_roped_heads(
     m_q = ((i_head_block >= 0) & (o_h < H))[:, None] & (o_f < R)[None, :]
     q_pe = tl.load(p_q, mask=m_q, other=0.0)
     if KV_C is not None:
-        new_latent, new_k_pe = load_new_latent_row(
+        new_latent, new_k_pe = load_kv_c_and_k_pe_in_own_dtype(
             KV_C + t * stride_c, K_PE + t * stride_pe, i_head_block < 0, L, R, L_PAD, R_PAD
         )
     b, position, valid = find_request_position_and_validity(CU_SEQLENS_Q, CACHE_LENS, t, B, TOKENS_PER_REQUEST, BLOCK_B)
@@ -235,8 +227,8 @@ def store_latent_or_roped_heads(
                 if SCALES is not None:
                     p_s = SCALES + page * stride_sp + page_slot * stride_ss
                 if KV_C is None:
-                    new_latent, new_k_pe = load_new_latent_row(p_c, p_k, True, L, R, L_PAD, R_PAD)
-                norm_rope_and_store_row(
+                    new_latent, new_k_pe = load_kv_c_and_k_pe_in_own_dtype(p_c, p_k, True, L, R, L_PAD, R_PAD)
+                rms_norm_rope_and_store_latent_row(
                     new_latent, new_k_pe, p_c, p_k, p_s, NORM_GAMMA, KV_SCALE, kv_scale, epsilon, cos, sin,
                     L, R, L_PAD, R_PAD, FORMAT, K_PE_KIND, NATIVE_FP8_CAST,
                 )  # fmt: skip
@@ -249,7 +241,7 @@ def k_pe_storage_kind(format: str) -> str:
     return fmt.code if fmt.scale == formats.TENSOR else "float"
 
 
-def latent_cache_args(f: SimpleNamespace) -> dict[str, Any]:
+def latent_cache_and_page_table_args(f: SimpleNamespace) -> dict[str, Any]:
     """Returns arguments of every kernel that reads or writes latent rows."""
     rank, rope = f.ckv.shape[-1], f.kpe.shape[-1]
     tensors = tensor_args(
@@ -268,7 +260,7 @@ def latent_cache_args(f: SimpleNamespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rope_query_args(f: SimpleNamespace) -> dict[str, Any]:
+def rope_query_and_cache_lens_args(f: SimpleNamespace) -> dict[str, Any]:
     """Returns arguments of every kernel that rotates queries."""
     tensors = tensor_args(BYTES, Q="q", CACHE_LENS="cache_lens", CU_SEQLENS_Q="cu_seqlens_q", FREQS_CIS="freqs_cis")
     max_pos, stride = MOST_POSITIONS, 0
@@ -286,8 +278,8 @@ def latent_append_and_rope_args(f: SimpleNamespace) -> dict[str, Any]:
     """Returns arguments of every kernel that stores new rows and rotates queries."""
     k_pe = "kv_c" if f.k_pe is None else "k_pe"  # R is 0: no column is read of it
     strides = [0 if x is None else x.stride[0] for x in (f.kv_c, getattr(f, k_pe))]
-    return latent_cache_args(f) | rope_query_args(f) | tensor_args(BYTES, KV_C="kv_c", K_PE=k_pe,
-                                                                   NORM_GAMMA="kv_norm_gamma") | {
+    new_rows = tensor_args(BYTES, KV_C="kv_c", K_PE=k_pe, NORM_GAMMA="kv_norm_gamma")
+    return latent_cache_and_page_table_args(f) | rope_query_and_cache_lens_args(f) | new_rows | {
         "epsilon": f.epsilon, "stride_c": strides[0], "stride_pe": strides[1], "FORMAT": stored_format(f.format),
         "K_PE_KIND": k_pe_storage_kind(f.format),
     }  # fmt: skip

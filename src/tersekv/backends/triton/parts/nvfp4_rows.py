@@ -21,7 +21,7 @@ _ADDENDS = {"a": "0f80000000", "b": "0fBF800000", "c": "0fC0000000"}  # -0, -1, 
 _PARTS = [f"fma.rn.sat.f32 {to}, x, 0f3F000000, {addend};" for to, addend in _ADDENDS.items()]
 
 
-def _encode_ptx() -> str:
+def _encode_8_floats_as_e2m1_ptx() -> str:
     """Returns PTX: 8 columns of two words and the inverse scale of each → 8 nibbles $0.
 
     Operands are tiles of 2 elements: columns 4 * i + j first, then inverse scales of element i.
@@ -30,9 +30,9 @@ def _encode_ptx() -> str:
     return encode_8_e2m1_codes_ptx(products, _PARTS)
 
 
-def _e4m3_block_ptx() -> str:
+def _e4m3_block_to_nvfp4_ptx() -> str:
     """Returns PTX: a block's four words of e4m3, their scale, the quantizing scale and the global scale $3 to $9 → two
-    words of codes $0, $1 and the block's scale $2, e4m3, as `quantize_and_store_nvfp4_tiles` computes them."""
+    words of codes $0, $1 and the block's scale $2, e4m3, as `quantize_and_store_fp32_tiles_as_nvfp4` computes them."""
     lines = ["{", ".reg .b32 p<8>, m;", ".reg .b16 l, u;", ".reg .f32 amax, scale, inv, zero;", ".reg .pred z;"]
     for i in range(4):
         lines += [
@@ -68,41 +68,46 @@ def _e4m3_block_ptx() -> str:
     return "\n".join([*lines, "}"])
 
 
-_E4M3_BLOCK_PTX = tl.constexpr(_e4m3_block_ptx())
-_ENCODE_PTX, _CONSTRAINTS = tl.constexpr(_encode_ptx()), tl.constexpr("=r" + ",f" * 10)
+_E4M3_BLOCK_PTX = tl.constexpr(_e4m3_block_to_nvfp4_ptx())
+_ENCODE_PTX, _CONSTRAINTS = tl.constexpr(_encode_8_floats_as_e2m1_ptx()), tl.constexpr("=r" + ",f" * 10)
 
 
 @triton.jit
-def encode_e2m1_tiles(tiles, inv_scale, USE_PTX: tl.constexpr):
+def encode_fp32_tiles_as_e2m1(fp32_tiles, inv_scale, USE_PTX: tl.constexpr):
     """Returns codes of 4 tiles [ROWS, WORDS] times inv_scale, a nibble each, the first lowest: uint16."""
     if USE_PTX:
         return tl.inline_asm_elementwise(
-            _ENCODE_PTX, _CONSTRAINTS, [tiles[0], tiles[1], tiles[2], tiles[3], inv_scale], tl.uint16, True, 2
+            _ENCODE_PTX,
+            _CONSTRAINTS,
+            [fp32_tiles[0], fp32_tiles[1], fp32_tiles[2], fp32_tiles[3], inv_scale],
+            tl.uint16,
+            True,
+            2,
         )
     else:
-        nibbles = tl.zeros(tiles[0].shape, tl.uint32)
+        nibbles = tl.zeros(fp32_tiles[0].shape, tl.uint32)
         for j in tl.static_range(4):
-            nibbles |= encode_e2m1(tiles[j] * inv_scale) << (4 * j)
+            nibbles |= encode_e2m1(fp32_tiles[j] * inv_scale) << (4 * j)
         return nibbles.to(tl.uint16)
 
 
 @triton.jit
-def quantize_and_store_nvfp4_tiles(
-    tiles, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, USE_PTX: tl.constexpr
+def quantize_and_store_fp32_tiles_as_nvfp4(
+    fp32_tiles, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, USE_PTX: tl.constexpr
 ):  # fmt: skip
     """Quantizes rows of tiles and stores them, as `quant.quantize_and_store` does."""
-    ROWS: tl.constexpr = tiles[0].shape[0]
-    WORDS: tl.constexpr = tiles[0].shape[1]
-    PER_BLOCK: tl.constexpr = NVFP4_BLOCK // len(tiles)
-    magnitude = tl.abs(tiles[0])
-    for j in tl.static_range(1, len(tiles)):
-        magnitude = tl.maximum(magnitude, tl.abs(tiles[j]))  # ignores NaN
+    ROWS: tl.constexpr = fp32_tiles[0].shape[0]
+    WORDS: tl.constexpr = fp32_tiles[0].shape[1]
+    PER_BLOCK: tl.constexpr = NVFP4_BLOCK // len(fp32_tiles)
+    magnitude = tl.abs(fp32_tiles[0])
+    for j in tl.static_range(1, len(fp32_tiles)):
+        magnitude = tl.maximum(magnitude, tl.abs(fp32_tiles[j]))  # ignores NaN
     amax = row_abs_max(tl.reshape(magnitude, [ROWS, WORDS // PER_BLOCK, PER_BLOCK]))
     scale_code, scale = round_magnitude_to_code_and_value(divide_rn(amax, E2M1_MAX) * quant_scale, 3, -6, E4M3_MAX)
     # Where the scale rounds to 0, NaN makes all codes 0.
     inv_scale = tl.where(scale > 0, reciprocal_rn(scale * global_scale), float("nan"))
     inv_scale = tl.broadcast_to(inv_scale[:, :, None], [ROWS, WORDS // PER_BLOCK, PER_BLOCK])
-    codes = encode_e2m1_tiles(tiles, tl.reshape(inv_scale, [ROWS, WORDS]), USE_PTX)
+    codes = encode_fp32_tiles_as_e2m1(fp32_tiles, tl.reshape(inv_scale, [ROWS, WORDS]), USE_PTX)
     i = tl.arange(0, WORDS)[None, :]
     tl.store((p_codes + o_codes).to(tl.pointer_type(codes.dtype)) + i, codes, mask=m_write)
     i = tl.arange(0, WORDS // PER_BLOCK)[None, :]
@@ -113,7 +118,8 @@ def quantize_and_store_nvfp4_tiles(
 def quantize_and_store_e4m3_words_as_nvfp4(
     tiles, scale, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale
 ):  # fmt: skip
-    """Does `quantize_and_store_nvfp4_tiles` on tiles of e4m3 words [ROWS, W] times scale, a block at a time, by PTX.
+    """Does `quantize_and_store_fp32_tiles_as_nvfp4` on tiles of e4m3 words [ROWS, W] times scale, a block at a time, by
+    PTX.
 
     Each tile is stored as the threads have it: what they would store together crosses shared memory first.
     """

@@ -69,7 +69,7 @@ def encode_8_e2m1_codes_ptx(
     return "\n".join(lines)
 
 
-def _pairs_to_e2m1_ptx(fp16: bool) -> str:
+def _fp16_or_bf16_pairs_to_e2m1_ptx(fp16: bool) -> str:
     """Returns PTX: four pairs $1 to $4 and half of a block's inverse scale $5 to $8 for each → four bytes $0."""
     products = []
     for i in range(8):
@@ -83,29 +83,29 @@ def _pairs_to_e2m1_ptx(fp16: bool) -> str:
     return encode_8_e2m1_codes_ptx(products, parts)
 
 
-_BF16_TO_E2M1_PTX = tl.constexpr(_pairs_to_e2m1_ptx(False))
-_FP16_TO_E2M1_PTX = tl.constexpr(_pairs_to_e2m1_ptx(True))
+_BF16_TO_E2M1_PTX = tl.constexpr(_fp16_or_bf16_pairs_to_e2m1_ptx(False))
+_FP16_TO_E2M1_PTX = tl.constexpr(_fp16_or_bf16_pairs_to_e2m1_ptx(True))
 
 
 @triton.jit
-def load_packed_pairs(p, o_rows, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Loads rows [ROWS, D_PAD / 2] of pairs; o_rows counts pairs; 0 from column D on."""
+def load_packed_pairs(p, o_rows_in_pairs, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Loads rows [ROWS, D_PAD / 2] of pairs; 0 from column D on."""
     i = tl.arange(0, D_PAD // 2)[None, :]
     p = p.to(tl.pointer_type(tl.uint32))
     if D == D_PAD:
-        return tl.load(p + o_rows + i)
+        return tl.load(p + o_rows_in_pairs + i)
     else:
-        return tl.load(p + o_rows + i, mask=i < D // 2, other=0)
+        return tl.load(p + o_rows_in_pairs + i, mask=i < D // 2, other=0)
 
 
 @triton.jit
-def unpack_pairs(packed, FP16: tl.constexpr):
+def unpack_16bit_pairs_to_fp32(pairs, FP16: tl.constexpr):
     """Returns the two values of each pair, fp32: even columns, odd columns."""
     if FP16:
-        even = (packed & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        return even, (packed >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        even = (pairs & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        return even, (pairs >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        return (packed << 16).to(tl.float32, bitcast=True), (packed & 0xFFFF0000).to(tl.float32, bitcast=True)
+        return (pairs << 16).to(tl.float32, bitcast=True), (pairs & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -119,26 +119,24 @@ def _max_fp16x2(a, b):
 
 
 @triton.jit
-def block_abs_max_of_pairs(packed, FP16: tl.constexpr, USE_PTX: tl.constexpr):
+def fp32_abs_max_per_nvfp4_block(pairs, FP16: tl.constexpr, USE_PTX: tl.constexpr):
     """Returns the largest magnitude of each block, NaN ignored: pairs [ROWS, W] → fp32 [ROWS, W / 8]."""
-    magnitudes = tl.reshape(packed & 0x7FFF7FFF, [packed.shape[0], packed.shape[1] // PAIRS_PER_BLOCK, PAIRS_PER_BLOCK])
+    magnitudes = tl.reshape(pairs & 0x7FFF7FFF, [pairs.shape[0], pairs.shape[1] // PAIRS_PER_BLOCK, PAIRS_PER_BLOCK])
     if USE_PTX:
-        even, odd = unpack_pairs(tl.reduce(magnitudes, 2, _max_fp16x2 if FP16 else _max_bf16x2), FP16)
+        even, odd = unpack_16bit_pairs_to_fp32(tl.reduce(magnitudes, 2, _max_fp16x2 if FP16 else _max_bf16x2), FP16)
         amax = tl.maximum(even, odd)
         return tl.where(amax > 0, amax, 0.0)
     else:
-        even, odd = unpack_pairs(magnitudes, FP16)
+        even, odd = unpack_16bit_pairs_to_fp32(magnitudes, FP16)
         return row_abs_max(tl.maximum(even, odd))
 
 
 @triton.jit
-def encode_nvfp4_codes_and_scales_of_pairs(
-    packed, quant_scale, global_scale, FP16: tl.constexpr, USE_PTX: tl.constexpr
-):
+def encode_nvfp4_codes_and_scales_of_pairs(pairs, quant_scale, global_scale, FP16: tl.constexpr, USE_PTX: tl.constexpr):
     """Returns nvfp4 of pairs [ROWS, NUM_PAIRS]: bytes of that shape, e4m3 scales [ROWS, NUM_PAIRS / 8] as uint32."""
-    ROWS: tl.constexpr = packed.shape[0]
-    NUM_PAIRS: tl.constexpr = packed.shape[1]
-    amax = block_abs_max_of_pairs(packed, FP16, USE_PTX)
+    ROWS: tl.constexpr = pairs.shape[0]
+    NUM_PAIRS: tl.constexpr = pairs.shape[1]
+    amax = fp32_abs_max_per_nvfp4_block(pairs, FP16, USE_PTX)
     scale_code, scale = round_magnitude_to_code_and_value(divide_rn(amax, E2M1_MAX) * quant_scale, 3, -6, E4M3_MAX)
     inv_scale = tl.where(scale > 0, reciprocal_rn(scale * global_scale), float("nan"))
     inv_scale = tl.broadcast_to(inv_scale[:, :, None], [ROWS, NUM_PAIRS // PAIRS_PER_BLOCK, PAIRS_PER_BLOCK])
@@ -147,28 +145,28 @@ def encode_nvfp4_codes_and_scales_of_pairs(
         # Halving is exact, except for global scales above 2^116, which no cache of finite values has.
         inv_scale *= 0.5
         PTX: tl.constexpr = _FP16_TO_E2M1_PTX if FP16 else _BF16_TO_E2M1_PTX
-        codes = tl.inline_asm_elementwise(PTX, "=&r,r,r,r,r,f,f,f,f", [packed, inv_scale], tl.uint8, True, 4)
+        codes = tl.inline_asm_elementwise(PTX, "=&r,r,r,r,r,f,f,f,f", [pairs, inv_scale], tl.uint8, True, 4)
     else:
-        even, odd = unpack_pairs(packed, FP16)
+        even, odd = unpack_16bit_pairs_to_fp32(pairs, FP16)
         codes = (encode_e2m1(even * inv_scale) | (encode_e2m1(odd * inv_scale) << 4)).to(tl.uint8)
     return codes, scale_code & 0xFF
 
 
 @triton.jit
 def quantize_and_store_nvfp4_pairs(
-    packed, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale,
+    pairs, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale,
     D: tl.constexpr, FP16: tl.constexpr, USE_PTX: tl.constexpr, STORE_SCALE_PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Quantizes pairs [ROWS, NUM_PAIRS] and stores them, as `quant.quantize_and_store` does with rows.
 
     STORE_SCALE_PAIRS: scales can be stored two at a time, as a thread holds them
     """
-    codes, scales = encode_nvfp4_codes_and_scales_of_pairs(packed, quant_scale, global_scale, FP16, USE_PTX)
-    NUM_PAIRS: tl.constexpr = packed.shape[1]
+    codes, scales = encode_nvfp4_codes_and_scales_of_pairs(pairs, quant_scale, global_scale, FP16, USE_PTX)
+    NUM_PAIRS: tl.constexpr = pairs.shape[1]
     i = tl.arange(0, NUM_PAIRS)[None, :]
     tl.store(p_codes + o_codes + i, codes, mask=m_write if D == 2 * NUM_PAIRS else m_write & (i < D // 2))
     if STORE_SCALE_PAIRS:
-        ROWS: tl.constexpr = packed.shape[0]
+        ROWS: tl.constexpr = pairs.shape[0]
         even_scales, odd_scales = tl.split(tl.reshape(scales, [ROWS, NUM_PAIRS // (2 * PAIRS_PER_BLOCK), 2]))
         # NOTE: as a sum of 16-bit numbers ptxas miscompiles it.
         scale_pairs = (even_scales | (odd_scales << 8)).to(tl.uint16)
@@ -186,10 +184,10 @@ def quantize_and_store_nvfp4_pairs(
 
 @triton.jit
 def quantize_and_store_int4_pairs(
-    packed, p_codes, p_scales, o_codes, o_scales, m_write, D: tl.constexpr, FP16: tl.constexpr, WIDEN_TO_0: tl.constexpr
+    pairs, p_codes, p_scales, o_codes, o_scales, m_write, D: tl.constexpr, FP16: tl.constexpr, WIDEN_TO_0: tl.constexpr
 ):  # fmt: skip
     """Quantizes pairs [ROWS, C / 2] to int4 and stores them, as `quant.quantize_and_store` does with rows."""
-    even, odd = unpack_pairs(packed, FP16)
+    even, odd = unpack_16bit_pairs_to_fp32(pairs, FP16)
     even_min, even_max = row_min_max(even, D // 2, WIDEN_TO_0)
     odd_min, odd_max = row_min_max(odd, D // 2, WIDEN_TO_0)
     scale, zero_point, stored_scale = int4_scale_zero_point_and_stored_scale(

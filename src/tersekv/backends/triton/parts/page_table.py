@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def load_page_ids(p_page_ids, n_block, num_keys, cfg: tl.constexpr):
+def load_block_or_per_key_page_ids(p_page_ids, n_block, num_keys, cfg: tl.constexpr):
     """Loads the page ids of key block n_block: one, or one per key. Entries past the last key are not read."""
     if cfg.ONE_PAGE_PER_BLOCK:
         return tl.load(

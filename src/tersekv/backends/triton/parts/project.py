@@ -72,11 +72,11 @@ def accumulate_scaled_group(acc, codes, scale, w, w_scale, SWAP_AB: tl.constexpr
 
 @triton.jit
 def accumulate_group(
-    acc, x, w, w_scale, SCALED: tl.constexpr, SWAP_AB: tl.constexpr, NATIVE_FP8_MMA: tl.constexpr,
+    acc, x, w, w_scale, QUANTIZE_X: tl.constexpr, SWAP_AB: tl.constexpr, NATIVE_FP8_MMA: tl.constexpr,
     NATIVE_FP8_CAST: tl.constexpr
 ):  # fmt: skip
     """Returns acc plus the product of 128 columns of tokens and weights."""
-    if not SCALED:
+    if not QUANTIZE_X:
         return tl.dot(w, tl.trans(x), acc) if SWAP_AB else tl.dot(x, tl.trans(w), acc)
     else:
         codes, scale = quantize_rows_e4m3_codes_and_scales(x, NATIVE_FP8_CAST)
@@ -84,7 +84,7 @@ def accumulate_group(
 
 
 @triton.jit
-def prefetch_weights_and_scales(
+def weight_ptrs_and_prefetched_weights_scales(
     w_args, h, first_weight_row, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH_GROUPS: tl.constexpr
 ):
     """Returns (pointers to a block of head h's weights and scales), and PREFETCH_GROUPS column groups of
@@ -108,15 +108,16 @@ def prefetch_weights_and_scales(
 
 
 @triton.jit
-def accumulate_prefetched_groups(x_groups, weights, scales, SCALED: tl.constexpr, SWAP_AB: tl.constexpr,
+def accumulate_prefetched_groups(x_groups, weights, scales, QUANTIZE_X: tl.constexpr, SWAP_AB: tl.constexpr,
                                  NATIVE_FP8_MMA: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):  # fmt: skip
-    """Returns the product of the weights of `prefetch_weights_and_scales` and as many column groups of rows."""
+    """Returns the product of the weights of `weight_ptrs_and_prefetched_weights_scales` and as many column groups of
+    rows."""
     BLOCK_M: tl.constexpr = x_groups[0].shape[0]
     BLOCK_N: tl.constexpr = weights[0].shape[0]
     acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP_AB else [BLOCK_M, BLOCK_N], tl.float32)
     for g in tl.static_range(len(x_groups)):
         acc = accumulate_group(
-            acc, x_groups[g], weights[g], scales[g], SCALED, SWAP_AB, NATIVE_FP8_MMA, NATIVE_FP8_CAST
+            acc, x_groups[g], weights[g], scales[g], QUANTIZE_X, SWAP_AB, NATIVE_FP8_MMA, NATIVE_FP8_CAST
         )
     return acc
 
@@ -151,8 +152,10 @@ def project_head(
     o_m = first_row + tl.arange(0, BLOCK_M)
     o_n, m_m = first_column + tl.arange(0, BLOCK_N), (o_m < T)[:, None]
     p_x = X + h * stride_xh + o_m.to(tl.int64)[:, None] * stride_xt + tl.arange(0, GROUP)[None, :]
-    SCALED: tl.constexpr = w_args[3] is not None
-    weight_ptrs, weights, scales = prefetch_weights_and_scales(w_args, h, first_column, N, K, BLOCK_N, PREFETCH_GROUPS)
+    QUANTIZE_X: tl.constexpr = w_args[3] is not None
+    weight_ptrs, weights, scales = weight_ptrs_and_prefetched_weights_scales(
+        w_args, h, first_column, N, K, BLOCK_N, PREFETCH_GROUPS
+    )
     p_w, p_scale = weight_ptrs
     if USE_PDL:
         gdc_wait()
@@ -160,11 +163,13 @@ def project_head(
         x_groups = ()
         for g in tl.static_range(PREFETCH_GROUPS):
             x_groups = x_groups + (load_128_columns(p_x, m_m, g * GROUP, K),)
-        acc = accumulate_prefetched_groups(x_groups, weights, scales, SCALED, SWAP_AB, NATIVE_FP8_MMA, NATIVE_FP8_CAST)
+        acc = accumulate_prefetched_groups(
+            x_groups, weights, scales, QUANTIZE_X, SWAP_AB, NATIVE_FP8_MMA, NATIVE_FP8_CAST
+        )
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP_AB else [BLOCK_M, BLOCK_N], tl.float32)
     for k in tl.range(PREFETCH_GROUPS * GROUP, K, GROUP):
-        scale = load_weight_scale(p_scale + k // GROUP, o_n, N) if SCALED else 1.0
+        scale = load_weight_scale(p_scale + k // GROUP, o_n, N) if QUANTIZE_X else 1.0
         x, w = load_128_columns(p_x, m_m, k, K), load_128_columns(p_w, (o_n < N)[:, None], k, K)
-        acc = accumulate_group(acc, x, w, scale, SCALED, SWAP_AB, NATIVE_FP8_MMA, NATIVE_FP8_CAST)
+        acc = accumulate_group(acc, x, w, scale, QUANTIZE_X, SWAP_AB, NATIVE_FP8_MMA, NATIVE_FP8_CAST)
     store_projection(acc, out_args, h, first_column, o_m, T, N, BLOCK_N, SWAP_AB)

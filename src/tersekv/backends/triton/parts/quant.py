@@ -92,11 +92,11 @@ def encode_fp8(y, E5M2: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
 
 
 @triton.jit
-def encode_int8(y):
+def encode_int8_unclamped(y_within_127):
     """Converts fp32 of magnitude below 127.5 to int8: to nearest, half away from zero."""
     # The largest float below 0.5 carries exact halves up, and nothing else. NaN converts to 0.
-    half = ((y.to(tl.uint32, bitcast=True) & 0x80000000) | 0x3EFFFFFF).to(tl.float32, bitcast=True)
-    return (y + half).to(tl.int32).to(tl.int8)
+    half = ((y_within_127.to(tl.uint32, bitcast=True) & 0x80000000) | 0x3EFFFFFF).to(tl.float32, bitcast=True)
+    return (y_within_127 + half).to(tl.int32).to(tl.int8)
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def encode_nvfp4_codes_and_scales(x, inv_global_scale, global_scale):
 
 
 @triton.jit
-def encode_fp8_ds_mla_codes_and_scales(x, NATIVE_FP8_CAST: tl.constexpr):
+def encode_fp8_ds_mla_codes_and_pow2_scales(x, NATIVE_FP8_CAST: tl.constexpr):
     """Returns fp8_ds_mla of latents x [ROWS, L] fp32: e4m3 bytes, and fp32 scales [ROWS, L/128], powers of two."""
     ROWS: tl.constexpr = x.shape[0]
     L: tl.constexpr = x.shape[1]
@@ -141,7 +141,7 @@ def encode_fp8_ds_mla_codes_and_scales(x, NATIVE_FP8_CAST: tl.constexpr):
 
 
 @triton.jit
-def quantize_and_store_ue8m0_rows(
+def quantize_and_store_ue8m0_with_bf16_tail(
     x, p_codes, p_scales, o_codes, o_scales, m_write, D: tl.constexpr, FORMAT: tl.constexpr,
     NATIVE_FP8_CAST: tl.constexpr,
 ):  # fmt: skip
@@ -153,7 +153,7 @@ def quantize_and_store_ue8m0_rows(
     CODES: tl.constexpr = D - FORMAT.TAIL
     groups = tl.reshape(x, [ROWS, BLOCKS, FORMAT.SCALE_BLOCK])
     scale = divide_rn(tl.maximum(row_abs_max(groups), MIN_UE8M0_AMAX), E4M3_MAX)
-    # The next power of two, from the bits, as in `encode_fp8_ds_mla_codes_and_scales`.
+    # The next power of two, from the bits, as in `encode_fp8_ds_mla_codes_and_pow2_scales`.
     bits = (scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000
     codes = encode_fp8(groups * reciprocal_rn(bits.to(tl.float32, bitcast=True))[:, :, None], False, NATIVE_FP8_CAST)
     c = tl.arange(0, D_PAD)[None, :]
@@ -178,13 +178,13 @@ def token_head_scale_of_amax(amax, INT8: tl.constexpr):
 def encode_int8_or_fp8(y_within_range, INT8: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
     """Returns int8 codes, or e4m3 codes as uint8."""
     if INT8:
-        return encode_int8(y_within_range)
+        return encode_int8_unclamped(y_within_range)
     else:
         return encode_fp8(y_within_range, False, NATIVE_FP8_CAST)
 
 
 @triton.jit
-def encode_int4(y):
+def round_and_clamp_to_int4(y):
     """Returns codes 0 to 15, int32, of fp32: floor(y + 0.5), clamped; NaN: 0."""
     y = y + 0.5
     return tl.minimum(tl.where(y > 0, y, 0.0), INT4_MAX).to(tl.int32)
@@ -205,7 +205,7 @@ def int4_scale_zero_point_and_stored_scale(row_min, row_max):
     """Returns scale and zero point, both fp32 [ROWS], of rows with these ranges, and their stored form."""
     scale = divide_rn(row_max - row_min, INT4_MAX)
     scale = tl.where(scale > MIN_TOKEN_HEAD_SCALE, scale, MIN_TOKEN_HEAD_SCALE)
-    zero_point = encode_int4(tl.div_rn(-row_min, scale))
+    zero_point = round_and_clamp_to_int4(tl.div_rn(-row_min, scale))
     stored_scale = ((scale.to(tl.int32, bitcast=True) & ~ZERO_POINT) | zero_point).to(tl.float32, bitcast=True)
     return scale, zero_point.to(tl.float32), stored_scale
 
@@ -214,7 +214,7 @@ def int4_scale_zero_point_and_stored_scale(row_min, row_max):
 def quantize_int4(x, scale, zero_point):
     """Returns int32 codes of rows x [ROWS, C] fp32."""
     y = x * reciprocal_rn(scale)[:, None]
-    return encode_int4(tl.where(y == y, y, 0.0) + zero_point[:, None])
+    return round_and_clamp_to_int4(tl.where(y == y, y, 0.0) + zero_point[:, None])
 
 
 @triton.jit
@@ -227,10 +227,10 @@ def quantize_pack_and_store_int4(p, o_codes, x, scale, zero_point, m_write, D: t
 
 
 @triton.jit
-def store_codes(p, o_codes, codes, m_write, D: tl.constexpr):
-    """Stores columns up to D of codes [ROWS, C] at p + o_codes where m_write."""
+def store_codes(p, o_codes, codes, m_write, NUM_COLUMNS: tl.constexpr):
+    """Stores columns up to NUM_COLUMNS of codes [ROWS, C] at p + o_codes where m_write."""
     c = tl.arange(0, codes.shape[1])[None, :]
-    tl.store(p + o_codes + c, codes, mask=m_write if codes.shape[1] == D else m_write & (c < D))
+    tl.store(p + o_codes + c, codes, mask=m_write if codes.shape[1] == NUM_COLUMNS else m_write & (c < NUM_COLUMNS))
 
 
 @triton.jit
@@ -266,13 +266,15 @@ def quantize_and_store(
         tl.store(p_scales + o_scales + i, scales, mask=m_write & (i < D // 16))
     elif FORMAT.SCALE == GROUP:
         tl.static_assert(FORMAT.CODE == "e4m3", "a code that has no groups")
-        codes, scales = encode_fp8_ds_mla_codes_and_scales(x, NATIVE_FP8_CAST)
+        codes, scales = encode_fp8_ds_mla_codes_and_pow2_scales(x, NATIVE_FP8_CAST)
         i = tl.arange(0, D_PAD // 128)[None, :]
         tl.store(p_codes + o_codes + c, codes, mask=mask)
         tl.store(p_scales + o_scales + i, scales, mask=m_write & (i < D // 128))
     elif FORMAT.SCALE == UE8M0:
         tl.static_assert(FORMAT.CODE == "e4m3", "a code that has no exponents for scales")
-        quantize_and_store_ue8m0_rows(x, p_codes, p_scales, o_codes, o_scales, m_write, D, FORMAT, NATIVE_FP8_CAST)
+        quantize_and_store_ue8m0_with_bf16_tail(
+            x, p_codes, p_scales, o_codes, o_scales, m_write, D, FORMAT, NATIVE_FP8_CAST
+        )
     elif FORMAT.CODE == "int4" and FORMAT.SCALE == TOKEN_HEAD:
         row_min, row_max = row_min_max(x, D, FORMAT.WIDEN)
         scale, zero_point, stored_scale = int4_scale_zero_point_and_stored_scale(row_min, row_max)

@@ -60,7 +60,7 @@ def first_work_tile_index(i_request, q_begin, cfg: tl.constexpr):
 
 
 @triton.jit
-def find_work_tile(CU_SEQLENS_Q, B, i_work_tile, cfg: tl.constexpr):
+def find_request_and_m_block_of_work_tile(CU_SEQLENS_Q, B, i_work_tile, cfg: tl.constexpr):
     """Returns (request, m_block) of work tile i_work_tile, numbered from `first_work_tile_index`; it may not exist."""
     i_request, first_index_of_request = -1, 0
     for j in range(0, B, cfg.BLOCK_B):

@@ -142,7 +142,7 @@ def load_quant_and_global_scale(
 
 
 @triton.jit
-def load_rows(p, o_rows, D: tl.constexpr, D_PAD: tl.constexpr):
+def load_rows_as_fp32(p, o_rows, D: tl.constexpr, D_PAD: tl.constexpr):
     """Loads rows [ROWS, D_PAD] as fp32; columns from D on are 0."""
     c = tl.arange(0, D_PAD)[None, :]
     if D == D_PAD:
@@ -199,10 +199,10 @@ def interleave_pairs(a, b):
 
 
 @triton.jit
-def load_rope_nope_rows(p_rope, o_rope, p_nope, o_nope, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
+def load_rope_nope_rows_as_fp32(p_rope, o_rope, p_nope, o_nope, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
     """Loads rows [rope (R) | nope (D - R)] of two tensors: [ROWS, D_PAD] fp32; columns from D on are 0."""
     if R == D:
-        return load_rows(p_rope, o_rope, D, D_PAD)
+        return load_rows_as_fp32(p_rope, o_rope, D, D_PAD)
     else:
         c = tl.arange(0, D_PAD)[None, :]
         rope = tl.load(p_rope + o_rope + c, mask=c < R, other=0.0)
@@ -215,7 +215,7 @@ def apply_rope_to_rows(
     x, p_rope, o_rope, p_cos_sin_row, has_position,
     R: tl.constexpr, D_PAD: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Returns rows x [ROWS, D_PAD] of `load_rope_nope_rows`, the first part rotated.
+    """Returns rows x [ROWS, D_PAD] of `load_rope_nope_rows_as_fp32`, the first part rotated.
 
     p_cos_sin_row, has_position:  from `cos_sin_row_ptr_and_mask`
     """
@@ -243,17 +243,17 @@ def apply_rope_to_rows(
 
 
 @triton.jit
-def load_rope_position(token, rope_args):
-    """Loads the tokens' positions, int64 [1, 1] or [ROWS, 1].
-
-    rope_args:  pointers cos_sin_cache and positions; then max_pos and the stride of a row
-    """
-    return tl.load(rope_args[1] + token).to(tl.int64)[:, None]
+def load_rope_positions(p_positions, token):
+    """Loads the tokens' positions, int64 [1, 1] or [ROWS, 1]."""
+    return tl.load(p_positions + token).to(tl.int64)[:, None]
 
 
 @triton.jit
 def cos_sin_row_ptr_and_mask(position, rope_args):
-    """Returns (pointer to the position's row [cos(R/2) | sin(R/2)], whether it exists), of the position's shape."""
+    """Returns (pointer to the position's row [cos(R/2) | sin(R/2)], whether it exists), of the position's shape.
+
+    rope_args:  pointers cos_sin_cache and positions; then max_pos and the stride of a row
+    """
     p_cos_sin, _, max_pos, stride_row = rope_args
     has_position = (position >= 0) & (position < max_pos)
     return p_cos_sin + tl.where(has_position, position, 0) * stride_row, has_position

@@ -13,7 +13,7 @@ late blocks, which see most keys, start first.
 import triton
 import triton.language as tl
 
-from ..parts.combine import cast_output, compute_acc_scale_and_lse, load_device_or_host_scale
+from ..parts.combine import cast_output, compute_acc_scale_and_lse, load_device_scale_else_host_scale
 from ..parts.dequant import INT4, dequant_tile_power_of_2_factor
 from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
 from ..parts.tile_scheduler import store_empty_output_of_padding_rows
@@ -177,9 +177,10 @@ def prefill_kernel(
             tl.minimum(tl.cdiv(row_begin + cfg.BLOCK_M, cfg.GROUP), seqlen_q),
         )
         # Scales of scores and values; the query, rotated like cached keys
-        score_scale = load_device_or_host_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E
+        score_scale = load_device_scale_else_host_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E
         value_scale = (
-            load_device_or_host_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * cfg.V_RESIDUAL_SCALE
+            load_device_scale_else_host_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE)
+            * cfg.V_RESIDUAL_SCALE
         )
         x = load_query_rows(Q, tokens, heads, m_row, stride_q_t, stride_q_h, cfg)
         q, row_scale = to_query_tiles_and_score_scale(
@@ -199,7 +200,7 @@ def prefill_kernel(
             first_new_position + token_end, cfg,
         )  # fmt: skip
         scale = row_scale * (
-            score_scale * load_device_or_host_scale(k_scale, K_SCALE, h * cfg.K_SCALE_STRIDE, cfg.HAS_K_SCALE)
+            score_scale * load_device_scale_else_host_scale(k_scale, K_SCALE, h * cfg.K_SCALE_STRIDE, cfg.HAS_K_SCALE)
         )
         p_page_ids = PAGE_TABLE + i_request.to(tl.int64) * stride_table_b
         rotation = (V_SIGNS, V_CHANNEL_SCALES, stride_v_channel_scales_h)
@@ -259,7 +260,7 @@ def finalize_and_store_output_and_lse(softmax_state, value_scale, out_scale, OUT
     """Stores the output of query rows, unrotated acc_o × acc_scale, and their LSE."""
     PACK: tl.constexpr = cfg.PACK
     row_max, row_sum, acc_o = softmax_state
-    value_scale *= load_device_or_host_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
+    value_scale *= load_device_scale_else_host_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
     acc_scale, lse = compute_acc_scale_and_lse(row_max, row_sum, value_scale, SINKS, heads, m_row, cfg)
     o_d = tl.arange(0, PACK * cfg.BLOCK_DV)
     p_out = OUT + (tokens * stride_out_t + heads * stride_out_h)[:, None] + o_d[None, :]
@@ -315,7 +316,8 @@ def combine_in_order_kernel(
                 row_max, row_sum, acc_o = combine_two_splits((row_max, row_sum, acc_o), states[j])
         # Epilogue
         value_scale = (
-            load_device_or_host_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * cfg.V_RESIDUAL_SCALE
+            load_device_scale_else_host_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE)
+            * cfg.V_RESIDUAL_SCALE
         )
         tokens, heads = q_begin + o_r // cfg.GROUP, (h * cfg.GROUP + o_r % cfg.GROUP).to(tl.int64)
         finalize_and_store_output_and_lse(

@@ -13,13 +13,13 @@ import triton.language as tl
 from ..parts.dequant import (
     INT4,
     approx_log2_and_reciprocal,
-    dequant_packed_16bit_words,
+    dequant_16bit_words_to_tiles,
     dequant_tile_power_of_2_factor,
     e4m3_bytes_to_fp16,
-    expand_e4m3_block_scales_to_fp16,
+    expand_block_scales_times_power_of_2,
     int4_zero_points,
 )
-from ..parts.page_table import load_page_ids, page_slots
+from ..parts.page_table import load_block_or_per_key_page_ids, page_slots
 from ..parts.softcap import apply_softcap_to_log2_scores
 
 
@@ -193,18 +193,18 @@ def dequant_kv_block(
     packed, scales, PACKED_COLUMNS_PAD: tl.constexpr, IS_NEW_KV: tl.constexpr, row_format: tl.constexpr
 ):
     """Returns a tile [BLOCK_N, PACK * PACKED_COLUMNS_PAD] for the matrix unit, dequantized from packed codes [BLOCK_N,
-    PACKED_COLUMNS_PAD]: the tiles of `dequant_packed_16bit_words`, side by side."""
+    PACKED_COLUMNS_PAD]: the tiles of `dequant_16bit_words_to_tiles`, side by side."""
     if IS_NEW_KV:
         return packed
     else:
         operand = None
         if row_format.BLOCK_SCALES:
-            operand = expand_e4m3_block_scales_to_fp16(
+            operand = expand_block_scales_times_power_of_2(
                 scales[0], packed.shape[0], PACKED_COLUMNS_PAD // 4, 4, row_format
             )
         elif row_format.CODE == INT4:
             operand = int4_zero_points(scales[0]).to(tl.int16)[:, None]
-        return concatenate_columns(dequant_packed_16bit_words(packed, row_format, operand), row_format.PACK)
+        return concatenate_columns(dequant_16bit_words_to_tiles(packed, row_format, operand), row_format.PACK)
 
 
 @triton.jit
@@ -285,7 +285,7 @@ def load_page_ids_if_paged(p_page_ids, n_block, num_keys, IS_NEW_KV: tl.constexp
     if IS_NEW_KV:
         return n_block
     else:
-        return load_page_ids(p_page_ids, n_block, num_keys, cfg)
+        return load_block_or_per_key_page_ids(p_page_ids, n_block, num_keys, cfg)
 
 
 @triton.jit

@@ -377,7 +377,7 @@ def combine_kernel(
             v_scales = tl.load(
                 V_SCALE + kv_heads // tile_cfg.HEAD_DIM_PARTS * cfg.V_SCALE_STRIDE, mask=m_row, other=0.0
             )
-        v_out_scale = v_scales * portable.load_device_or_host_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
+        v_out_scale = v_scales * portable.load_device_scale_else_host_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
         acc_scale, lse = portable.compute_acc_scale_and_lse(
             row_max, row_sum, v_out_scale * cfg.V_RESIDUAL_SCALE, SINKS, q_heads, m_row, cfg
         )

@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ....triton.parts.combine import cast_output, compute_acc_scale_and_lse, load_device_or_host_scale
+from ....triton.parts.combine import cast_output, compute_acc_scale_and_lse, load_device_scale_else_host_scale
 from ....triton.parts.project import (
     GROUP,
     accumulate_scaled_group,
-    prefetch_weights_and_scales,
     quantize_rows_e4m3_codes_and_scales,
     store_projection,
+    weight_ptrs_and_prefetched_weights_scales,
 )
 from ....triton.parts.tile_scheduler import split_metadata_ptr
 from ..parts.combine import accumulate_splits
@@ -63,9 +63,9 @@ def combine_kernel(
         row = m_block * cfg.BLOCK_M + o_r
         heads = (h * cfg.GROUP + row % cfg.GROUP).to(tl.int64)
         tokens = (q_begin + row // cfg.GROUP).to(tl.int64)
-        value_scale = load_device_or_host_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE) * load_device_or_host_scale(
-            out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE
-        )
+        value_scale = load_device_scale_else_host_scale(
+            kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE
+        ) * load_device_scale_else_host_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
         acc_scale, lse = compute_acc_scale_and_lse(
             row_max, row_sum, value_scale, SINKS, heads, m_row, cfg, cfg.LSE_OF_KEYS
         )
@@ -144,7 +144,7 @@ def combine_project_kernel(
     columns by e4m3 weights. Unsplit rows are read from LATENTS. Weights are prefetched before the PDL wait."""
     gdc_launch_dependents()
     h = tl.program_id(0)
-    _, weights, scales = prefetch_weights_and_scales(
+    _, weights, scales = weight_ptrs_and_prefetched_weights_scales(
         (W, stride_wh, stride_wn, W_SCALE, stride_sh, stride_sn), h.to(tl.int64), 0, PROJECTED_COLUMNS, cfg.DV,
         PROJECTED_COLUMNS, 4,
     )  # fmt: skip
@@ -162,7 +162,7 @@ def combine_project_kernel(
     )
     # Not only 1: where CTAs take whole work tiles, `num_splits` is 1 minus the index of the CTA range.
     unsplit_latents = tl.load(p_unsplit, mask=(is_row & (num_splits <= 1))[:, None], other=0.0)
-    value_scale = load_device_or_host_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE)
+    value_scale = load_device_scale_else_host_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE)
     o_d = tl.arange(0, cfg.DV) % cfg.PACK * cfg.BLOCK_DV + tl.arange(0, cfg.DV) // cfg.PACK
     latents = load_splits_and_return_normalized_rows(
         SPLIT_WORKSPACE, first_cta, tl.where(is_split, num_splits, 0), o_r, o_d, value_scale, SPLITS_PER_STEP, cfg

@@ -25,11 +25,11 @@ from ....triton.mla_prefill.gather_latents import (
 from ....triton.mla_prefill.rope_norm_store import out_lse_and_dim_v_args, store_empty_output
 from ....triton.parts.latent_rows import (
     apply_rope_interleaved,
-    find_request_of_row,
+    find_request_of_row_else_B,
     k_pe_storage_kind,
-    latent_cache_args,
+    latent_cache_and_page_table_args,
     lookup_page_slot_and_validity,
-    rope_query_args,
+    rope_query_and_cache_lens_args,
 )
 from ....triton.parts.token_rows import pdl_early_launch_and_wait
 
@@ -45,7 +45,7 @@ def apply_rope_to_heads_in_place(
     DN: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Rotates the rotary parts of all heads of token t, which belongs to a request, in place."""
-    i_request = find_request_of_row(CU_SEQLENS_Q, t, B)
+    i_request = find_request_of_row_else_B(CU_SEQLENS_Q, t, B)
     position = tl.load(CACHE_LENS + i_request).to(tl.int64) + t - tl.load(CU_SEQLENS_Q + i_request).to(tl.int64)
     in_range = (position >= 0) & (position < max_pos)
     o_f = tl.arange(0, R_PAD)
@@ -115,7 +115,7 @@ def gather_latents_kernel(
             stride_lt, stride_lh, stride_freqs_cis, DN, R, R_PAD, DV, DV_PAD, BLOCK_H,
         )  # fmt: skip
     # Page lookup: the row's request, position and slot
-    b = find_request_of_row(CHUNK_ROW_OFFSETS, i_row, B)
+    b = find_request_of_row_else_B(CHUNK_ROW_OFFSETS, i_row, B)
     first_row = tl.load(CHUNK_ROW_OFFSETS + tl.minimum(b, B)).to(tl.int64)
     valid = (b < B) & (i_row >= first_row)
     i_request = tl.where(valid, b, 0)
@@ -165,7 +165,12 @@ def make_gather_launch(
         BYTES, CODES_OR_LATENTS_OUT="CODES", SCALES_OUT="SCALES", K_PE_OUT="K_PE", WORK_COUNTER="WORK_COUNTER",
         MAY_HAVE_NAN="MAY_HAVE_NAN",
     )  # fmt: skip
-    arguments = latent_cache_args(f) | rope_query_args(f) | out_lse_and_dim_v_args(f) | chunk_offset_args(i_chunk)
+    arguments = (
+        latent_cache_and_page_table_args(f)
+        | rope_query_and_cache_lens_args(f)
+        | out_lse_and_dim_v_args(f)
+        | chunk_offset_args(i_chunk)
+    )
     arguments |= output_tensors | {
         "num_tokens": f.q.shape[0], "stride_scales_out": max_rows if f.kv_b_proj_scale is not None else 0,
         "BLOCK_H": min(_MAX_BLOCK_H, next_power_of_2(f.q.shape[1])), "STORAGE_KIND": k_pe_storage_kind(f.format),

@@ -17,9 +17,9 @@ from ....triton.parts.index_topk import (
     NAN_KEY,
     Kernels,
     Source,
+    load_topk_keys_kept_first_nan_last,
     num_candidates_after_rounds,
-    num_visible_columns_open_group_and_start,
-    sortable_keys_at,
+    num_visible_columns_open_group_is_open_start,
 )
 from ...versions import thread_barrier
 
@@ -84,7 +84,7 @@ def block_columns(BLOCK_COLUMNS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def request_of_row(CU_SEQLENS_Q, B, i_row, WARPS: gl.constexpr, cfg: gl.constexpr):
-    """`request_of_row` of the portable kernels; they have no layouts."""
+    """`request_of_row_else_minus_1_or_B` of the Triton kernels; they have no layouts."""
     if cfg.VARLEN_Q:
         ended = -(i_row < gl.load(CU_SEQLENS_Q).to(gl.int64)).to(gl.int32)
         for i in range(0, B, cfg.BLOCK_B):
@@ -203,7 +203,9 @@ def find_threshold(
     count_first_digits(words, keys)
     if not ONE_BLOCK:
         for begin in range(BLOCK_COLUMNS, source.num, BLOCK_COLUMNS):
-            count_first_digits(words, sortable_keys_at(source, begin + block_columns(BLOCK_COLUMNS, WARPS)))
+            count_first_digits(
+                words, load_topk_keys_kept_first_nan_last(source, begin + block_columns(BLOCK_COLUMNS, WARPS))
+            )
     digit, above, num_from = find_bin_and_clear(words, k, 0, True, WARPS)
     threshold, bits_left = digit << _FIRST_SHIFT, gl.to_tensor(21)
     if digit == 0:  # this bin has no numbers: NaN, and keys that are not there
@@ -211,7 +213,7 @@ def find_threshold(
         num_from = above + _count_equal(keys, NAN_KEY)
         if not ONE_BLOCK:
             for begin in range(BLOCK_COLUMNS, source.num, BLOCK_COLUMNS):
-                more_keys = sortable_keys_at(source, begin + block_columns(BLOCK_COLUMNS, WARPS))
+                more_keys = load_topk_keys_kept_first_nan_last(source, begin + block_columns(BLOCK_COLUMNS, WARPS))
                 num_from += _count_equal(more_keys, NAN_KEY)
     while (bits_left > 0) & (num_from > max_taken):
         known = (-(1 << bits_left)).to(gl.uint32)
@@ -219,7 +221,7 @@ def find_threshold(
         count_digits_behind_prefix(words, keys, threshold, known, bits_left.to(gl.uint32))
         if not ONE_BLOCK:
             for begin in range(BLOCK_COLUMNS, source.num, BLOCK_COLUMNS):
-                more_keys = sortable_keys_at(source, begin + block_columns(BLOCK_COLUMNS, WARPS))
+                more_keys = load_topk_keys_kept_first_nan_last(source, begin + block_columns(BLOCK_COLUMNS, WARPS))
                 count_digits_behind_prefix(words, more_keys, threshold, known, bits_left.to(gl.uint32))
         digit, above, num_from = find_bin_and_clear(words, k, above, False, WARPS)
         threshold = threshold | (digit << bits_left.to(gl.uint32))
@@ -295,7 +297,7 @@ def index_candidates_kernel(
     gdc_wait()
     t = first_row + i_row
     i_request = 0 if VISIBLE is not None else request_of_row(CU_SEQLENS_Q, B, t, WARPS, cfg)
-    visible, _group, _is_open, start = num_visible_columns_open_group_and_start(
+    visible, _group, _is_open, start = num_visible_columns_open_group_is_open_start(
         STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_request, t, width, KEYS_PER_COLUMN, cfg
     )
     num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_ROUNDS)
@@ -304,7 +306,7 @@ def index_candidates_kernel(
     begin = i_split * COLUMNS_PER_SPLIT
     if begin < source.num:
         i = begin + block_columns(COLUMNS_PER_SPLIT, WARPS)
-        keys = sortable_keys_at(source, i)
+        keys = load_topk_keys_kept_first_nan_last(source, i)
         found = find_threshold(words, source, keys, k, max_per_split, COLUMNS_PER_SPLIT, True, WARPS)
         place, before, m_sel, _count, _ties = output_positions_and_m_selected(
             words, keys, found.key, found.max_ties, COLUMNS_PER_SPLIT, WARPS
@@ -333,7 +335,7 @@ def index_topk_kernel(
     words = allocate_and_clear_shared_words(WARPS)
     gdc_wait()
     i_request = 0 if VISIBLE is not None else request_of_row(CU_SEQLENS_Q, B, t, WARPS, cfg)
-    visible, group, is_open, start = num_visible_columns_open_group_and_start(
+    visible, group, is_open, start = num_visible_columns_open_group_is_open_start(
         STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_request, t, width, KEYS_PER_COLUMN, cfg
     )
     num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_ROUNDS)
@@ -341,7 +343,7 @@ def index_topk_kernel(
     source = Source(p_row, num, keep_first, keep_last)
     p_out = OUT + t.to(gl.int64) * stride_ot + line * stride_oh
     i = block_columns(BLOCK_COLUMNS, WARPS)
-    keys = sortable_keys_at(source, i)
+    keys = load_topk_keys_kept_first_nan_last(source, i)
     found = find_threshold(words, source, keys, k, k, BLOCK_COLUMNS, ONE_BLOCK, WARPS)
     place, before, m_sel, count, ties = output_positions_and_m_selected(
         words, keys, found.key, found.max_ties, BLOCK_COLUMNS, WARPS
@@ -351,7 +353,7 @@ def index_topk_kernel(
         for begin in range(BLOCK_COLUMNS, source.num, BLOCK_COLUMNS):
             i = begin + block_columns(BLOCK_COLUMNS, WARPS)
             place, before, m_sel, num_taken, ties = output_positions_and_m_selected(
-                words, sortable_keys_at(source, i), found.key, ties, BLOCK_COLUMNS, WARPS
+                words, load_topk_keys_kept_first_nan_last(source, i), found.key, ties, BLOCK_COLUMNS, WARPS
             )
             gl.store((p_out + count + before) + place, columns_of_keys(source, i, columns_offset, m_sel), mask=m_sel)
             count += num_taken
