@@ -53,15 +53,18 @@ SPLIT_PASS = {
     "pdl_wait": ("", "waited", ""),
     "mainloop_step": ("first bytes", "first product", "result.row_sum"),
     "mainloop_step_lazy_rescale": ("first bytes", "first product", "result.row_sum"),
-    "reduce_softmax_state_over_lanes": ("", "last product", "result.row_sum"),
-    "store_output_and_lse": ("", "stored", ""),
-    "store_partial": ("", "stored", ""),
+    "sum_over_lanes_of_equal_row_max": ("", "last product", "result.row_sum"),
+    "store_unsplit_output_and_lse": ("", "stored", ""),
+    "store_partial_acc_max_and_sum": ("", "stored", ""),
     "arrive_and_combine_in_levels_if_last": ("", "combine ended", ""),
 }
 SCHEDULED, COPIED = ("", "scheduled", ""), ("", "first copy", "")
 THREADS = {"launch": 1024, "first copy": 32}  # whose first one stamps; else of each four warps
 PROBES = (
-    ("kernel", "gluon", {**SPLIT_PASS, "assign_equal_cta_range": SCHEDULED, "start_kv_block_copies": COPIED}),
+    (
+        "kernel", "gluon",
+        {**SPLIT_PASS, "assign_equal_cta_range": SCHEDULED, "start_kv_block_copies_at_position": COPIED},
+    ),
     (
         "kernel_producer_warp", "gluon",
         {**SPLIT_PASS, "assign_rounded_cta_range": SCHEDULED, "start_code_tile_copy": COPIED},

@@ -331,7 +331,7 @@ def rows_compiled(fmt: str, **options) -> tuple[dict, str]:
 def test_many_rows_are_attended_while_codes_are_converted(fmt, options):
     """Up to 128 query rows of a KV head: by warpgroups of their own, in one or two programs a multiprocessor."""
     split, sass = rows_compiled(fmt, **options)
-    assert split["name"] == "decode_rows_64_kernel"
+    assert split["name"] == "decode_64_rows_per_warpgroup_kernel"
     # ptxas 13 has 88 bytes of nvfp4 where 12.9 has none, 168 of int4 where that has 32.
     assert split["n_spills"] <= since({(3, 6): 64, (3, 9): 176 if fmt == "int4_per_token_head" else 96})
     programs = 1 if options["group"] == 16 else 2
@@ -360,7 +360,7 @@ def test_few_rows_of_four_bits_are_fewer_where_heads_do_not_come_by_fours():
         for drafts, group in ((4, 4), (8, 4), (8, 8)):
             f = facts("decode", call_of(fmt, drafts=drafts, group=group, heads=heads), arch=90)
             names[fmt, heads, drafts * group] = decode.configure(f).launches.kernel_launches[0].launch.fn.__name__
-    many = {k for k, v in names.items() if v == "decode_rows_64_kernel"}
+    many = {k for k, v in names.items() if v == "decode_64_rows_per_warpgroup_kernel"}
     assert many == {("fp8_e4m3", 8, 32), ("fp8_e4m3", 8, 64), ("nvfp4", 8, 64), ("nvfp4", 2, 32), ("nvfp4", 2, 64)}
 
 

@@ -26,26 +26,26 @@ from .sm90.decode.config import (
     MAX_PART_COLUMNS,
     MAX_ROWS_16BIT,
     TileConfig,
+    assigns_one_request_per_cta,
     choose_block_m,
     choose_combine_rows_splits_columns,
     choose_fused_combine_rows_splits_columns,
     choose_heads_per_cta,
-    choose_keys_per_copy,
     choose_tile_config,
-    facts_with_head_dim_parts,
+    facts_with_head_dim_parts_as_heads,
     has_padded_head_dims,
+    head_dims_fit_rows_64,
     is_large_m,
     max_small_m_rows,
+    num_keys_per_copy,
     num_prefetched_query_stages,
     num_query_rows,
     padded_head_dims,
-    takes_unsplit_requests,
     uses_fused_combine,
-    uses_rows_64,
 )
 from .sm90.decode.kernel import decode_small_m_or_shared_tiles_kernel
 from .sm90.decode.kernel_producer_warp import decode_producer_warp_kernel
-from .sm90.decode.rows_64 import decode_rows_64_kernel
+from .sm90.decode.rows_64 import decode_64_rows_per_warpgroup_kernel
 from .sm90.parts.dequant import INT4_RESIDUAL_SCALE
 from .sm90.parts.hadamard import rotation_config
 from .sm90.parts.tensor_maps import (
@@ -109,7 +109,7 @@ class Config(NamedTuple):
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    f = facts_with_head_dim_parts(f)
+    f = facts_with_head_dim_parts_as_heads(f)
     if f.batch_invariant:  # they split a request's keys by the whole batch
         return f"takes no {BATCH_INVARIANCE} yet"
     fmt, v_fmt = pair_of(f)
@@ -123,7 +123,7 @@ def why_not(f: SimpleNamespace) -> str | None:
     if is_large_m(f) and fmt != v_fmt:
         want, got = max_small_m_rows(f), num_query_rows(f)
         return f"wants at most {want} query rows of a KV head with {fmt.name} and {v_fmt.name}, got {got}"
-    if is_large_m(f) and fmt.code == "int4" and not uses_rows_64(f):
+    if is_large_m(f) and fmt.code == "int4" and not head_dims_fit_rows_64(f):
         return f"wants equal head sizes up to 128 with {num_query_rows(f)} query rows of a KV head and {fmt.name}"
     if fmt.storage.itemsize == 2 and num_query_rows(f) > MAX_ROWS_16BIT:
         return f"wants at most {MAX_ROWS_16BIT} query rows of a KV head with {f.format}, got {num_query_rows(f)}"
@@ -184,11 +184,11 @@ def _why_not_with_head_dim_parts(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> Config:
-    f = facts_with_head_dim_parts(f)
+    f = facts_with_head_dim_parts_as_heads(f)
     (fmt, v_fmt), tuned, (d, dv) = pair_of(f), choose_tile_config(f, choose_block_m(f)), padded_head_dims(f)
     base_cfg = portable.kernel_constants(f, portable_tune.choose_tile_config(f, fmt), True)
     heads, cta_heads, requests = f.k_cache.shape[2], choose_heads_per_cta(f, tuned.heads_per_cta), f.seq_lens.shape[0]
-    keys, block_m, groups = choose_keys_per_copy(f, tuned), choose_block_m(f), heads // cta_heads
+    keys, block_m, groups = num_keys_per_copy(f, tuned), choose_block_m(f), heads // cta_heads
     kv_specs, scales = make_kv_and_scale_map_specs(f, cta_heads, keys, tuned.shared_tiles, f.head_dim_parts)
     if tuned.producer_warp:
         kv_specs = [pack_heads_into_swizzle_128b_rows(spec) for spec in kv_specs]
@@ -204,7 +204,7 @@ def configure(f: SimpleNamespace) -> Config:
     packed_v = dv // v.PACK
     block_dv = max(16, launch.next_power_of_2(packed_v))
     partial_columns = v.PACK * block_dv
-    unsplit = takes_unsplit_requests(f, tuned, ranges * groups, groups)
+    unsplit = assigns_one_request_per_cta(f, tuned, ranges * groups, groups)
     ranges, fused_tile = requests if unsplit else ranges, (0, 0, 0)
     size = cta_heads * valid_rows * partial_columns
     if unsplit or uses_fused_combine(f, tuned.block_n, ranges * groups, ranges, size):
@@ -249,7 +249,7 @@ def _select_kernel_and_options(tuned: TileConfig, heads_per_cta: int) -> tuple[A
     """Returns the split pass's kernel and its compile options."""
     if tuned.rows_64:
         max_registers = 65536 // (32 * (4 + tuned.warps_per_head) * tuned.ctas_per_sm) // 8 * 8
-        return decode_rows_64_kernel, {"num_warps": 4, "maxnreg": max_registers}
+        return decode_64_rows_per_warpgroup_kernel, {"num_warps": 4, "maxnreg": max_registers}
     warps = {"num_warps": heads_per_cta * tuned.warps_per_head}
     if tuned.producer_warp:  # it adds three idle warps; registers are allocated per four warps
         return decode_producer_warp_kernel, warps | {"maxnreg": 65536 // (256 * tuned.ctas_per_sm) // 8 * 8}

@@ -28,8 +28,8 @@ from .layouts import query_heads_of_rows
 
 # ---- counters of arrived splits: their memory needs no initialization ----
 # A counter is 8 bytes: MARK in its upper 48 bits marks the lower 16 as a count. Any other value is left over and counts
-# as 0: the CTA that reads it stores MARK and 0 (`load_maybe_uninit_counter`, `arrive_and_count_earlier_ctas`). The last
-# CTA resets the count to 0, so the next launch may use the counter, and its memory may hold anything in between.
+# as 0: the CTA that reads it stores MARK and 0 (`load_counter_for_init_check`, `arrive_and_count_earlier_ctas`).
+# The last CTA resets the count to 0, so the next launch may use the counter; in between its memory may hold anything.
 # Workspace in a CUDA graph thus needs no clearing at replay; leftover bytes look like a count once in 2^48.
 #
 # All CTAs of a launch must expect the same number of arrivals, so lengths must not change while it runs: a count left
@@ -57,7 +57,7 @@ _INIT_COUNTER_PTX = gl.constexpr(
 
 
 @gluon.jit
-def load_maybe_uninit_counter(p_counter):
+def load_counter_for_init_check(p_counter):
     """Loads the counter; early, so that `arrive_and_count_earlier_ctas` need not wait for it."""
     return gl.inline_asm_elementwise(
         _READ_COUNTER_PTX, "=l,l", [p_counter.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1
@@ -68,7 +68,7 @@ def load_maybe_uninit_counter(p_counter):
 def arrive_and_count_earlier_ctas(p_counter, maybe_uninit_value):
     """Publishes the stores of all threads of this CTA; returns how many CTAs arrived before it.
 
-    The last CTA sees the stores of all others. maybe_uninit_value: by `load_maybe_uninit_counter`, in this launch
+    The last CTA sees the stores of all others. maybe_uninit_value: by `load_counter_for_init_check`, in this launch
     """
     thread_barrier()
     gl.inline_asm_elementwise(
@@ -101,29 +101,29 @@ def first_level_fan_in(num_splits):
 
 
 @gluon.jit
-def split_counter_ptr(
-    SPLIT_WORKSPACE, level, combine_first_range, tile_first_range, cfg: gl.constexpr, tile_cfg: gl.constexpr
+def combine_group_counter_ptr(
+    SPLIT_WORKSPACE, level, first_combined_range, tile_first_range, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
-    """Returns the pointer to the counter of the splits combined with that of CTA range `combine_first_range`, in level
-    0 or 1."""
+    """Returns the pointer to the counter of the splits that level 0 or 1 combines with CTA range
+    first_combined_range's."""
     num_ranges, head_group = gl.num_programs(0) // tile_cfg.HEAD_GROUPS, gl.program_id(0) % tile_cfg.HEAD_GROUPS
     COUNTERS = (SPLIT_WORKSPACE + 2 * num_ranges * cfg.HEADS * cfg.BLOCK_M * cfg.PARTIAL_COLUMNS).to(
         gl.pointer_type(gl.int64)
     )
     return (
         COUNTERS
-        + (2 * (level * num_ranges + combine_first_range) + gl.where(combine_first_range == tile_first_range, 1, 0))
+        + (2 * (level * num_ranges + first_combined_range) + gl.where(first_combined_range == tile_first_range, 1, 0))
         * tile_cfg.HEAD_GROUPS
         + head_group
     )
 
 
 @gluon.jit
-def load_maybe_uninit_split_counter(SPLIT_WORKSPACE, splits, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns the value of the counter that `arrive_and_combine_in_levels_if_last` will need."""
+def load_first_level_counter_for_init_check(SPLIT_WORKSPACE, splits, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the counter's value for `arrive_and_combine_in_levels_if_last`."""
     fan_in = first_level_fan_in(splits.num_splits)
-    return load_maybe_uninit_counter(
-        split_counter_ptr(
+    return load_counter_for_init_check(
+        combine_group_counter_ptr(
             SPLIT_WORKSPACE, 0,
             splits.tile_first_range + (splits.i_range - splits.tile_first_range) // fan_in * fan_in,
             splits.tile_first_range, cfg, tile_cfg,
@@ -135,8 +135,8 @@ def load_maybe_uninit_split_counter(SPLIT_WORKSPACE, splits, cfg: gl.constexpr, 
 
 
 @gluon.constexpr_function
-def combine_layout(tile_cfg, cfg, num_warps):
-    """Returns the layout of [rows, columns]: a warp has rows, a thread four adjacent columns."""
+def fused_combine_acc_layout(cfg, num_warps):
+    """Returns the layout of acc_o [rows, columns]: a warp has rows, a thread four adjacent columns."""
     lanes = min(32, cfg.PACK * cfg.BLOCK_DV // 4)
     return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [num_warps, 1], [1, 0])
 
@@ -150,10 +150,10 @@ def load_partial_max_sum_and_acc(p_partial_row, o_d, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_partials_max_sum_and_acc_clamped(
+def load_partials_repeating_the_last(
     p_partial_row, o_d, i_first_partial, num_partials, stride_partial, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
-    """Loads splits i_first_partial, i_first_partial + 1, …; behind the last one, the last again."""
+    """Loads (row_max, row_sum, acc_o) of FUSED_COMBINE_SPLITS splits from i_first_partial on."""
     partials = ()
     for n in gl.static_range(gl.constexpr(tile_cfg.FUSED_COMBINE_SPLITS)):
         partials = partials + (
@@ -168,29 +168,29 @@ def load_partials_max_sum_and_acc_clamped(
 
 @gluon.jit
 def load_and_combine_partials(
-    SPLIT_WORKSPACE, combine_first_range, tile_first_range, range_step, num_partials, i_column_block, first_head,
+    SPLIT_WORKSPACE, first_combined_range, tile_first_range, range_step, num_partials, i_column_block, first_head,
     cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Returns (row_max, row_sum, acc_o of column block i_column_block) of `num_partials` splits: those of CTA ranges
-    combine_first_range, combine_first_range + range_step, …"""
-    L: gl.constexpr = combine_layout(tile_cfg, cfg, gl.num_warps())
+    first_combined_range, first_combined_range + range_step, …"""
+    L: gl.constexpr = fused_combine_acc_layout(cfg, gl.num_warps())
     o_row = gl.arange(0, tile_cfg.HEADS_PER_CTA * tile_cfg.FUSED_COMBINE_ROWS, gl.SliceLayout(1, L))
     o_d = i_column_block * tile_cfg.FUSED_COMBINE_COLUMNS + gl.arange(
         0, tile_cfg.FUSED_COMBINE_COLUMNS, gl.SliceLayout(0, L)
     )
-    partial_slots = 2 * (combine_first_range * cfg.HEADS + first_head + o_row // tile_cfg.FUSED_COMBINE_ROWS)
+    partial_slots = 2 * (first_combined_range * cfg.HEADS + first_head + o_row // tile_cfg.FUSED_COMBINE_ROWS)
     p_row = (
         SPLIT_WORKSPACE
         + (partial_slots.to(gl.int64) * cfg.BLOCK_M + o_row % tile_cfg.FUSED_COMBINE_ROWS) * cfg.PARTIAL_COLUMNS
     )
     stride_partial = range_step.to(gl.int64) * (2 * cfg.HEADS * cfg.BLOCK_M * cfg.PARTIAL_COLUMNS)
     row_max, row_sum, acc_o = load_partial_max_sum_and_acc(
-        p_row + gl.where(combine_first_range == tile_first_range, cfg.BLOCK_M * cfg.PARTIAL_COLUMNS, 0), o_d, cfg
+        p_row + gl.where(first_combined_range == tile_first_range, cfg.BLOCK_M * cfg.PARTIAL_COLUMNS, 0), o_d, cfg
     )
-    partials = load_partials_max_sum_and_acc_clamped(p_row, o_d, 1, num_partials, stride_partial, cfg, tile_cfg)
+    partials = load_partials_repeating_the_last(p_row, o_d, 1, num_partials, stride_partial, cfg, tile_cfg)
     for i in range(1, num_partials, tile_cfg.FUSED_COMBINE_SPLITS):
-        next_partials = load_partials_max_sum_and_acc_clamped(
+        next_partials = load_partials_repeating_the_last(
             p_row, o_d, i + tile_cfg.FUSED_COMBINE_SPLITS, num_partials, stride_partial, cfg, tile_cfg
         )
         row_max_new = row_max
@@ -212,8 +212,8 @@ def load_and_combine_partials(
 
 @gluon.jit
 def store_combined_partial(
-    SPLIT_WORKSPACE, combine_first_range, tile_first_range, row_max, row_sum, acc_o, i_column_block, first_head,
-    num_rows_left,
+    SPLIT_WORKSPACE, first_combined_range, tile_first_range, row_max, row_sum, acc_o, i_column_block, first_head,
+    num_q_rows_left,
     cfg: gl.constexpr, tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Stores the result of the first level to the slot of its first split."""
@@ -224,29 +224,30 @@ def store_combined_partial(
     )
     row_in_tile = o_row % tile_cfg.FUSED_COMBINE_ROWS
     partial_slots = 2 * (
-        combine_first_range * cfg.HEADS + first_head + o_row // tile_cfg.FUSED_COMBINE_ROWS
-    ) + gl.where(combine_first_range == tile_first_range, 1, 0)
+        first_combined_range * cfg.HEADS + first_head + o_row // tile_cfg.FUSED_COMBINE_ROWS
+    ) + gl.where(first_combined_range == tile_first_range, 1, 0)
     p_partial = SPLIT_WORKSPACE + (partial_slots.to(gl.int64) * cfg.BLOCK_M + row_in_tile) * cfg.PARTIAL_COLUMNS
     thread_barrier()  # all threads have read the slot
-    gl.store(p_partial[:, None] + o_d[None, :], acc_o, mask=(row_in_tile < num_rows_left)[:, None])
+    gl.store(p_partial[:, None] + o_d[None, :], acc_o, mask=(row_in_tile < num_q_rows_left)[:, None])
     if i_column_block == cfg.PACK * cfg.BLOCK_DV // tile_cfg.FUSED_COMBINE_COLUMNS - 1:
-        gl.store(p_partial + cfg.PARTIAL_COLUMNS - 2, row_max, mask=row_in_tile < num_rows_left)
-        gl.store(p_partial + cfg.PARTIAL_COLUMNS - 1, row_sum, mask=row_in_tile < num_rows_left)
+        gl.store(p_partial + cfg.PARTIAL_COLUMNS - 2, row_max, mask=row_in_tile < num_q_rows_left)
+        gl.store(p_partial + cfg.PARTIAL_COLUMNS - 1, row_sum, mask=row_in_tile < num_q_rows_left)
 
 
 @gluon.jit
-def store_combined_output_and_lse(tensors, scales, strides, row_max, row_sum, acc_o, i_column_block, first_head,
-q_begin,
-                          row_begin, num_rows_left, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
+def store_combined_output_and_lse(
+    tensors, scales, strides, row_max, row_sum, unrotated_acc_o, i_column_block, first_head, q_begin, row_begin,
+    num_q_rows_left, cfg: gl.constexpr, tile_cfg: gl.constexpr,
+):  # fmt: skip
     """Stores column block i_column_block of finished rows to `out`, and their LSE."""
     OUT, LSE = tensors.OUT, tensors.LSE
-    L: gl.constexpr = acc_o.type.layout
+    L: gl.constexpr = unrotated_acc_o.type.layout
     o_row = gl.arange(0, tile_cfg.HEADS_PER_CTA * tile_cfg.FUSED_COMBINE_ROWS, gl.SliceLayout(1, L))
     o_d = i_column_block * tile_cfg.FUSED_COMBINE_COLUMNS + gl.arange(
         0, tile_cfg.FUSED_COMBINE_COLUMNS, gl.SliceLayout(0, L)
     )
     kv_heads, row_in_tile = first_head + o_row // tile_cfg.FUSED_COMBINE_ROWS, o_row % tile_cfg.FUSED_COMBINE_ROWS
-    m_row, q_row = row_in_tile < num_rows_left, row_begin + row_in_tile
+    m_row, q_row = row_in_tile < num_q_rows_left, row_begin + row_in_tile
     q_heads = query_heads_of_rows(kv_heads, q_row, cfg, tile_cfg)
     tokens = (q_begin + q_row // cfg.GROUP).to(gl.int64)
     v_scale = load_scale_per_head(
@@ -260,7 +261,7 @@ q_begin,
     p_out = p_row[:, None] + (cfg.PACK * packed_column + o_d // cfg.BLOCK_DV)[None, :]
     gl.store(
         p_out,
-        cast_output(acc_o * acc_scale[:, None], OUT, cfg),
+        cast_output(unrotated_acc_o * acc_scale[:, None], OUT, cfg),
         mask=m_row[:, None] & (packed_column < cfg.DV // cfg.PACK)[None, :],
     )
     if cfg.HAS_LSE:
@@ -269,54 +270,54 @@ q_begin,
 
 @gluon.jit
 def arrive_and_combine_in_levels_if_last(
-    tensors, scales, strides, splits, maybe_uninit_counter_value, first_head, work_tile, cfg: gl.constexpr,
+    tensors, scales, strides, splits, maybe_uninit_counter, first_head, work_tile, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Combines the splits of a work tile, if this CTA's, already in its slot, is the last to arrive.
 
-    maybe_uninit_counter_value: by `load_maybe_uninit_split_counter`
+    maybe_uninit_counter: by `load_first_level_counter_for_init_check`
     """
     SPLIT_WORKSPACE, tile_first_range, num_splits, row_begin = (
         tensors.SPLIT_WORKSPACE, splits.tile_first_range, splits.num_splits, work_tile.m_block * cfg.BLOCK_M,
     )  # fmt: skip
-    num_rows_left = work_tile.seqlen_q * cfg.GROUP - row_begin
+    num_q_rows_left = work_tile.seqlen_q * cfg.GROUP - row_begin
     fan_in = first_level_fan_in(num_splits)
-    combine_first_range = tile_first_range + (splits.i_range - tile_first_range) // fan_in * fan_in
+    first_combined_range = tile_first_range + (splits.i_range - tile_first_range) // fan_in * fan_in
     range_step, num_partials = (
         gl.minimum(fan_in, 1),
-        gl.minimum(fan_in, tile_first_range + num_splits - combine_first_range),
+        gl.minimum(fan_in, tile_first_range + num_splits - first_combined_range),
     )
-    p_counter = split_counter_ptr(SPLIT_WORKSPACE, 0, combine_first_range, tile_first_range, cfg, tile_cfg)
-    is_last = arrive_and_count_earlier_ctas(p_counter, maybe_uninit_counter_value) == num_partials - 1
+    p_counter = combine_group_counter_ptr(SPLIT_WORKSPACE, 0, first_combined_range, tile_first_range, cfg, tile_cfg)
+    is_last = arrive_and_count_earlier_ctas(p_counter, maybe_uninit_counter) == num_partials - 1
     # One iteration per level.
     while is_last:
         gl.store(p_counter, COUNTER_ZERO)  # all have arrived
         is_complete = range_step * num_partials >= num_splits
-        p_counter = split_counter_ptr(SPLIT_WORKSPACE, 1, tile_first_range, tile_first_range, cfg, tile_cfg)
+        p_counter = combine_group_counter_ptr(SPLIT_WORKSPACE, 1, tile_first_range, tile_first_range, cfg, tile_cfg)
         if not is_complete:
-            maybe_uninit_counter_value = load_maybe_uninit_counter(p_counter)
+            maybe_uninit_counter = load_counter_for_init_check(p_counter)
         for i_column_block in gl.static_range(gl.constexpr(cfg.PACK * cfg.BLOCK_DV // tile_cfg.FUSED_COMBINE_COLUMNS)):
             row_max, row_sum, acc_o = load_and_combine_partials(
-                SPLIT_WORKSPACE, combine_first_range, tile_first_range, range_step, num_partials, i_column_block,
+                SPLIT_WORKSPACE, first_combined_range, tile_first_range, range_step, num_partials, i_column_block,
                 first_head, cfg,
                 tile_cfg,
             )  # fmt: skip
             if is_complete:
                 store_combined_output_and_lse(
                     tensors, scales, strides, row_max, row_sum, acc_o, i_column_block, first_head, work_tile.q_begin,
-                    row_begin, num_rows_left, cfg, tile_cfg,
+                    row_begin, num_q_rows_left, cfg, tile_cfg,
                 )  # fmt: skip
             else:
                 store_combined_partial(
-                    SPLIT_WORKSPACE, combine_first_range, tile_first_range, row_max, row_sum, acc_o, i_column_block,
+                    SPLIT_WORKSPACE, first_combined_range, tile_first_range, row_max, row_sum, acc_o, i_column_block,
                     first_head,
-                    num_rows_left, cfg, tile_cfg,
+                    num_q_rows_left, cfg, tile_cfg,
                 )  # fmt: skip
         is_last = not is_complete
         if is_last:
-            range_step, combine_first_range = fan_in, tile_first_range
+            range_step, first_combined_range = fan_in, tile_first_range
             num_partials = (num_splits + fan_in - 1) // fan_in
-            is_last = arrive_and_count_earlier_ctas(p_counter, maybe_uninit_counter_value) == num_partials - 1
+            is_last = arrive_and_count_earlier_ctas(p_counter, maybe_uninit_counter) == num_partials - 1
 
 
 # ---- the second launch ----

@@ -38,9 +38,9 @@ class TileConfig(NamedTuple):
 MAX_PART_COLUMNS = 256  # an accumulator of more columns does not fit in a warp's registers
 
 
-def facts_with_head_dim_parts(f: SimpleNamespace) -> SimpleNamespace:
-    """Returns the facts and `head_dim_parts`, into which the columns of a wide head are divided, each part of other
-    warps. Each counts as a head; token scales, and strides of heads, stay those of heads."""
+def facts_with_head_dim_parts_as_heads(f: SimpleNamespace) -> SimpleNamespace:
+    """Returns the facts, and `head_dim_parts`, into which the columns of a wide head are divided, each part of other
+    warps. Each counts as a head, in shapes too; token scales, and strides of heads, stay those of heads."""
     parts = 2 if f.q.shape[2] == f.out.shape[2] == 2 * MAX_PART_COLUMNS else 1
     if parts == 1:
         return SimpleNamespace(**vars(f), head_dim_parts=1)
@@ -71,10 +71,14 @@ def max_small_m_rows(f: SimpleNamespace) -> int:
     int4 follows the measurements of nvfp4.
     """
     k, v = pair_of(f)
-    if k != v or not uses_rows_64(f):
+    if k != v or not head_dims_fit_rows_64(f):
         return SMALL_M_ROWS
     if has_4bit_codes(f):
-        return SMALL_M_ROWS if _takes_32_rows_per_warp(f) else SMALL_M_ROWS_4BIT
+        # By decode_producer_warp: each warp of four heads unpacks once for all 32 rows. 64 × 8K: 413 → 352 µs, 16 × 8K:
+        # 140 → 110, pages of 16: 597 → 356; but it splits requests more often, which few keys do not repay: 64 × 1K
+        # 68 → 78, 1 × 8K 22.6 → 28.7.
+        pays_32_rows_per_warp = choose_heads_per_cta(f) == 4 and _num_cache_keys(f) >= LARGE_CACHE_KEYS
+        return SMALL_M_ROWS if pays_32_rows_per_warp else SMALL_M_ROWS_4BIT
     # 24 × 6000, 32 rows, H100, 2026-11-26: fp8 142 → 130 µs, int8 135; without padding, which rows_64 does not read
     is_long = _num_cache_keys(f) >= LARGE_CACHE_KEYS and k.storage.itemsize == 1 and not has_padded_head_dims(f)
     return SMALL_M_ROWS_4BIT if is_long else SMALL_M_ROWS
@@ -112,22 +116,13 @@ def column_scales_smem_bytes(f: SimpleNamespace, heads: int) -> int:
     return sum(4 * heads * x.shape[2] for *rotation, x in sides if rotation != [None, None])
 
 
-def _takes_32_rows_per_warp(f: SimpleNamespace) -> bool:
-    """Returns whether decode_producer_warp takes 32 rows: each warp of four heads unpacks once for all of them.
-
-    64 × 8K: 413 → 352 µs, 16 × 8K: 140 → 110, pages of 16: 597 → 356; but it splits requests more often, which few keys
-    do not repay: 64 × 1K 68 → 78, 1 × 8K 22.6 → 28.7.
-    """
-    return choose_heads_per_cta(f) == 4 and _num_cache_keys(f) >= LARGE_CACHE_KEYS
-
-
 def _num_cache_keys(f: SimpleNamespace) -> int:
     """Returns the keys that the page table has room for."""
     return f.page_table.shape[0] * f.page_table.shape[1] * f.k_cache.shape[1]
 
 
-def uses_rows_64(f: SimpleNamespace) -> bool:
-    """Returns whether rows_64 takes these heads: two fp16 tiles each of K and V fit; else shared_tiles does."""
+def head_dims_fit_rows_64(f: SimpleNamespace) -> bool:
+    """Returns whether two fp16 tiles each of K and V fit; else many rows go to shared_tiles."""
     d, dv = padded_head_dims(f)
     return d == dv <= 128
 
@@ -174,8 +169,12 @@ def choose_tile_config(f: SimpleNamespace, block_m: int) -> TileConfig:
     if (fmt.storage.itemsize == 2 and max_dim > 64) or (has_padded_head_dims(f) and max_dim > 128):
         tile_config = tile_config._replace(block_n=32)
     if is_large_m(f):
-        return _rows_64_config(f, block_m) if uses_rows_64(f) else _shared_tiles_config(f, block_m)
-    if block_m > 16 and tile_config.producer_warp and uses_rows_64(f):
+        return (
+            _rows_64_config_with_max_stages(f, block_m)
+            if head_dims_fit_rows_64(f)
+            else _shared_tiles_config_with_max_stages(f, block_m)
+        )
+    if block_m > 16 and tile_config.producer_warp and head_dims_fit_rows_64(f):
         tile_config = _TILES_32_ROWS_4BIT
     elif block_m > 16:
         heads = max(1, 128 // block_m // f.head_dim_parts)
@@ -184,9 +183,10 @@ def choose_tile_config(f: SimpleNamespace, block_m: int) -> TileConfig:
         tile_config = tile_config._replace(ctas_per_sm=2, max_registers=255)
     if block_m == 16 and max_dim > 128:
         max_heads = (2 if fmt.storage.itemsize == 2 else 4) // f.head_dim_parts
-        tile_config = _with_two_warps_per_head(tile_config, max_heads, choose_heads_per_cta(f))
+        has_four_heads = min(choose_heads_per_cta(f), max_heads) == 4
+        tile_config = _with_two_warps_per_head_no_producer(tile_config, max_heads, has_four_heads)
     if f.head_dim_parts > 1:
-        tile_config = _tune_stages_and_heads_for_head_dim_parts(f, tile_config)
+        tile_config = _with_head_dim_parts_tuning(f, tile_config)
     heads = choose_heads_per_cta(f, tile_config.heads_per_cta)
     bytes_per_key = smem_bytes_per_key(f) * heads
     limit, max_block_n = (
@@ -217,7 +217,9 @@ def _has_many_short_requests(f: SimpleNamespace, max_keys: int) -> bool:
     return not has_few_requests and f.page_table.shape[1] * f.k_cache.shape[1] <= max_keys
 
 
-def _with_two_warps_per_head(tile_config: TileConfig, max_heads_per_cta: int, default_heads_per_cta: int) -> TileConfig:
+def _with_two_warps_per_head_no_producer(
+    tile_config: TileConfig, max_heads_per_cta: int, one_cta_per_sm: bool
+) -> TileConfig:
     """Returns the configuration with a head's query rows divided between two warps: accumulators of 16 rows of more
     than 128 columns do not fit in one warp's registers.
 
@@ -225,14 +227,10 @@ def _with_two_warps_per_head(tile_config: TileConfig, max_heads_per_cta: int, de
     Over eight, 64 × 2048: nvfp4 214 → 171, int4 157 → 125, fp8 189 → 170; 64 × 1024, bf16: 166 → 155.
     """
     tile_config = tile_config._replace(warps_per_head=2, heads_per_cta=max_heads_per_cta, producer_warp=False)
-    return (
-        tile_config._replace(ctas_per_sm=1, max_registers=255)
-        if min(default_heads_per_cta, max_heads_per_cta) == 4
-        else tile_config
-    )
+    return tile_config._replace(ctas_per_sm=1, max_registers=255) if one_cta_per_sm else tile_config
 
 
-def _tune_stages_and_heads_for_head_dim_parts(f: SimpleNamespace, tile_config: TileConfig) -> TileConfig:
+def _with_head_dim_parts_tuning(f: SimpleNamespace, tile_config: TileConfig) -> TileConfig:
     """Returns the configuration for heads in column parts: two heads per CTA, or four where token scales of two are no
     multiple of 16 bytes.
 
@@ -247,7 +245,7 @@ def _tune_stages_and_heads_for_head_dim_parts(f: SimpleNamespace, tile_config: T
     )  # fmt: skip
 
 
-def _shared_tiles_config(f: SimpleNamespace, block_m: int) -> TileConfig:
+def _shared_tiles_config_with_max_stages(f: SimpleNamespace, block_m: int) -> TileConfig:
     """Returns the configuration of shared_tiles: as many stages as fit beside Q and the fp16 tiles of K and V."""
     fmt, d, dv = kv_format(f.format), f.q.shape[2], f.out.shape[2]
     tile_config = _TILES_SHARED._replace(warps_per_head=block_m // 16, ctas_per_sm=128 // block_m)
@@ -263,7 +261,7 @@ def _shared_tiles_config(f: SimpleNamespace, block_m: int) -> TileConfig:
     )
 
 
-def _rows_64_config(f: SimpleNamespace, block_m: int) -> TileConfig:
+def _rows_64_config_with_max_stages(f: SimpleNamespace, block_m: int) -> TileConfig:
     """Returns the configuration of rows_64: as many stages as fit beside the fp16 tiles."""
     fmt, d = kv_format(f.format), f.q.shape[2]
     ctas_per_sm = 128 // block_m
@@ -340,15 +338,17 @@ def uses_fused_combine(
     )
 
 
-def takes_unsplit_requests(f: SimpleNamespace, tile_config: TileConfig, num_ctas: int, groups: int) -> bool:
-    """Returns whether each CTA takes one request: then no length but its own is read, and nothing is combined.
+def assigns_one_request_per_cta(
+    f: SimpleNamespace, tile_config: TileConfig, num_ctas: int, num_head_groups: int
+) -> bool:
+    """Returns whether each CTA has one request: then no length but its own is read, and nothing is combined.
 
     num_ctas: those that run at once
 
     H100, 2026-11-27, 32/8 heads, uneven: fp8 with int4 in V, 170 of up to 150 tokens: 22.4 → 14.4 µs; nvfp4, 129 of up
     to 148: 19.0 → 13.9.
     """
-    fills_ctas = 0.9 * num_ctas <= f.seq_lens.shape[0] * groups <= 1.5 * num_ctas
+    fills_ctas = 0.9 * num_ctas <= f.seq_lens.shape[0] * num_head_groups <= 1.5 * num_ctas
     is_short = f.page_table.shape[1] * f.k_cache.shape[1] <= SHORT_CONTEXT
     return fills_ctas and is_short and not tile_config.shared_tiles
 
@@ -360,7 +360,7 @@ def choose_fused_combine_rows_splits_columns(num_rows: int, columns: int) -> tup
     return num_rows, max(1, 1024 // (num_rows * columns)), columns
 
 
-def choose_keys_per_copy(f: SimpleNamespace, tile_config: TileConfig) -> int:
+def num_keys_per_copy(f: SimpleNamespace, tile_config: TileConfig) -> int:
     """Returns the keys of one tensor copy: as many of an n_block as any page holds together; at least 8."""
     keys = tile_config.block_n
     while f.k_cache.shape[1] % keys:

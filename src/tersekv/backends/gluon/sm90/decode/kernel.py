@@ -7,8 +7,8 @@ A CTA has HEADS_PER_CTA × WARPS_PER_HEAD warps for HEADS_PER_CTA KV heads and p
 n_block of its work tile. Warps synchronize only before a stage is refilled: the MMAs are mma.sync, whose operands each
 warp holds itself (`layouts`). With LARGE_M a CTA has one head, whose rows share the dequantized tiles (`shared_tiles`).
 
-Mask: `compute_masked_log2_scores_of_mma_tile`. Free stage: the barrier before `start_kv_block_copies` in the
-kernel. Rescale: `mainloop_step` or `mainloop_step_lazy_rescale`. Combine: `combine`. With LARGE_M: see `shared_tiles`.
+Mask: `compute_masked_log2_scores_of_mma_tile`. Free stage: the barrier before `start_kv_block_copies_at_position`.
+Rescale: `mainloop_step` or `mainloop_step_lazy_rescale`. Combine: `combine`. With LARGE_M: see `shared_tiles`.
 
 SPLIT_WORKSPACE: two slots per CTA range and head, for the split work tile it begins with (even) and the one it ends
 with (odd). SPLIT_METADATA: the number of splits of each work tile and its first CTA range.
@@ -60,7 +60,7 @@ from ..parts.tile_scheduler import (
     make_work_tile_at_block,
 )
 from . import shared_tiles as large_m
-from .combine import TileSplits, arrive_and_combine_in_levels_if_last, load_maybe_uninit_split_counter
+from .combine import TileSplits, arrive_and_combine_in_levels_if_last, load_first_level_counter_for_init_check
 from .layouts import (
     dequantized_k_to_mma_operand,
     k_load_layout,
@@ -69,7 +69,7 @@ from .layouts import (
     load_query_fragment,
     load_token_scales,
     mma_layout,
-    padded_column_offset_of_heads,
+    packed_column_offset_in_padded_tile,
     query_heads_of_rows,
     sum_scores_over_head_dim_parts,
     transpose_p_to_mma_operand,
@@ -87,10 +87,10 @@ from .producer import (
     prefetch_query_at_tile_begin_and_count,
     smem_codes_of_mma_tile,
     smem_scales_of_mma_tile,
-    start_kv_block_copies,
-    wait_and_load_prefetched_query_operands,
+    start_kv_block_copies_at_position,
+    wait_prefetched_query_operands_and_q_scales,
 )
-from .shared_tiles import store_output_and_lse_of_head, store_partial_of_head
+from .shared_tiles import store_partial_acc_max_and_sum_of_head, store_unsplit_output_and_lse_of_head
 
 # ---- arguments ----
 
@@ -138,16 +138,22 @@ class Strides(NamedTuple):
 
 
 @gluon.jit
-def key_and_buffer_of_mma_tile(stage, n_block, j: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns (first key, index in the ring of its buffer) of the j-th MMA tile of an n_block."""
+def first_key_and_ring_index_of_mma_tile(
+    stage, n_block, I_MMA_TILE: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
+):
+    """Returns (first key, index in the ring of its buffer) of an n_block's MMA tile."""
     TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS
-    return n_block * cfg.BLOCK_N + tile_cfg.MMA_KEYS * j, stage * TILES_PER_BUFFER + j % TILES_PER_BUFFER
+    return (
+        n_block * cfg.BLOCK_N + tile_cfg.MMA_KEYS * I_MMA_TILE,
+        stage * TILES_PER_BUFFER + I_MMA_TILE % TILES_PER_BUFFER,
+    )
 
 
 @gluon.jit
-def compute_masked_log2_scores_of_mma_tile(smem_k, smem_k_scales, i_tile_in_ring, q, score_scales, softcap, first_key,
-mask_args,
-                               MASKED: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
+def compute_masked_log2_scores_of_mma_tile(
+    smem_k, smem_k_scales, i_tile_in_ring, q, score_scales, softcap, first_key, mask_args, MASKED: gl.constexpr,
+    cfg: gl.constexpr, tile_cfg: gl.constexpr,
+):  # fmt: skip
     """Returns the scores of an MMA tile in units of log2: [HEADS_PER_CTA, MMA_KEYS, BLOCK_M]."""
     MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
     packed = smem_codes_of_mma_tile(smem_k, i_tile_in_ring, cfg.PACKED_K, tile_cfg).load(
@@ -220,15 +226,16 @@ def load_log2_and_reciprocal_v_scales(
 
 
 @gluon.jit
-def compute_scores_lane_max_and_inv_v_scales(
-    smem_kv, stage, q, score_scales, softcap, n_block, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
+def v_scaled_scores_max_over_tiles_and_inv_v_scales(
+    smem_kv, full_stage, q, score_scales, softcap, n_block, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
-    """Returns (scores of each MMA tile, their maximum by lane and row, reciprocals of each tile's V scales)."""
+    """Returns (scores of each MMA tile, plus log2 of stored V scales of tokens; their maximum over tiles, element by
+    element; reciprocals of each tile's V scales)."""
     TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS
     s, inv_v_scales = (), ()
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_MMA_TILES)):
-        first_key, i_tile_in_ring = key_and_buffer_of_mma_tile(stage, n_block, j, cfg, tile_cfg)
+        first_key, i_tile_in_ring = first_key_and_ring_index_of_mma_tile(full_stage, n_block, j, cfg, tile_cfg)
         smem_k, smem_k_scales = smem_kv.k[j // TILES_PER_BUFFER], smem_kv.k_scales[j // TILES_PER_BUFFER]
         tile_scores = compute_masked_log2_scores_of_mma_tile(
             smem_k, smem_k_scales, i_tile_in_ring, q, score_scales, softcap, first_key, mask_args, MASKED, cfg, tile_cfg
@@ -242,10 +249,10 @@ def compute_scores_lane_max_and_inv_v_scales(
             inv_v_scales = inv_v_scales + (inv_v_scale,)
         s = s + (tile_scores,)
         if j == 0:
-            lane_max = tile_scores
+            max_over_tiles = tile_scores
         else:
-            lane_max = gl.maximum(lane_max, tile_scores)
-    return s, lane_max, inv_v_scales
+            max_over_tiles = gl.maximum(max_over_tiles, tile_scores)
+    return s, max_over_tiles, inv_v_scales
 
 
 # ---- mainloop: PV ----
@@ -253,8 +260,8 @@ def compute_scores_lane_max_and_inv_v_scales(
 
 @gluon.jit
 def accumulate_pv_of_mma_tile(
-    acc_o, smem_v, smem_v_scales, i_tile_in_ring, p, first_key, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
-    tile_cfg: gl.constexpr,
+    acc_o, smem_v, smem_block_scales_or_zero_points, i_tile_in_ring, p, first_key, mask_args, MASKED: gl.constexpr,
+    cfg: gl.constexpr, tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Returns acc_o + V^T P of an MMA tile; p: [HEADS_PER_CTA, MMA_KEYS, BLOCK_M]."""
     A: gl.constexpr = gl.DotOperandLayout(0, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD), 2)
@@ -266,13 +273,13 @@ def accumulate_pv_of_mma_tile(
         packed = gl.where(valid, packed, 0)
     if tile_cfg.V.CODE == "int4":
         token_scales = load_token_scales(
-            smem_scales_of_mma_tile(smem_v_scales, i_tile_in_ring, True, tile_cfg), gl.SliceLayout(1, A), tile_cfg
-        )
+            smem_scales_of_mma_tile(smem_block_scales_or_zero_points, i_tile_in_ring, True, tile_cfg),
+            gl.SliceLayout(1, A), tile_cfg,
+        )  # fmt: skip
         v = int4_v_minus_zero_points_to_operands(packed, int4_zero_points(token_scales).to(gl.int16)[:, None, :])
     elif tile_cfg.V.SCALE_KIND == "block":
-        block_scales = load_and_expand_v_block_scales_to_fp16(
-            smem_scales_of_mma_tile(smem_v_scales, i_tile_in_ring, True, tile_cfg).permute([0, 2, 1]), cfg, tile_cfg
-        )
+        smem_scales = smem_scales_of_mma_tile(smem_block_scales_or_zero_points, i_tile_in_ring, True, tile_cfg)
+        block_scales = load_and_expand_v_block_scales_to_fp16(smem_scales.permute([0, 2, 1]), cfg, tile_cfg)
         if MASKED:
             block_scales = gl.where(valid, block_scales, 0.0)
         v = dequant_e2m1_to_4_operands(packed, block_scales, False)
@@ -302,17 +309,17 @@ def init_softmax_state_with_row_sum_by_key(cfg: gl.constexpr, tile_cfg: gl.const
 
 @gluon.jit
 def mainloop_step(
-    state, smem_kv, stage, q, score_scales, softcap, n_block, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
+    state, smem_kv, full_stage, q, score_scales, softcap, n_block, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Returns the SoftmaxState after one n_block: (row_max, row_sum for each key of a lane, PACK accumulators)."""
     TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS
     # QK and mask.
-    s, lane_max, inv_v_scales = compute_scores_lane_max_and_inv_v_scales(
-        smem_kv, stage, q, score_scales, softcap, n_block, mask_args, MASKED, cfg, tile_cfg
+    s, max_over_tiles, inv_v_scales = v_scaled_scores_max_over_tiles_and_inv_v_scales(
+        smem_kv, full_stage, q, score_scales, softcap, n_block, mask_args, MASKED, cfg, tile_cfg
     )
     # Online softmax: new row_max, rescale.
-    row_max_new = gl.maximum(state.row_max, gl.max(lane_max, 1))
+    row_max_new = gl.maximum(state.row_max, gl.max(max_over_tiles, 1))
     safe_max = gl.where(row_max_new == float("-inf"), 0.0, row_max_new)
     rescale = gl.exp2(state.row_max - safe_max)
     row_sum = state.row_sum * rescale[:, None, :]
@@ -326,7 +333,7 @@ def mainloop_step(
             row_sum = row_sum + p * inv_v_scales[j][:, :, None]
         else:
             row_sum = row_sum + p
-        first_key, i_tile_in_ring = key_and_buffer_of_mma_tile(stage, n_block, j, cfg, tile_cfg)
+        first_key, i_tile_in_ring = first_key_and_ring_index_of_mma_tile(full_stage, n_block, j, cfg, tile_cfg)
         smem_v, smem_v_scales = smem_kv.v[j // TILES_PER_BUFFER], smem_kv.v_scales[j // TILES_PER_BUFFER]
         acc_o = accumulate_pv_of_mma_tile(
             acc_o, smem_v, smem_v_scales, i_tile_in_ring, p, first_key, mask_args, MASKED, cfg, tile_cfg
@@ -390,7 +397,7 @@ def init_softmax_state_with_max_and_sum_by_lane(cfg: gl.constexpr, tile_cfg: gl.
 
 @gluon.jit
 def mainloop_step_lazy_rescale(
-    state, smem_kv, stage, q, score_scales, softcap, n_block, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
+    state, smem_kv, full_stage, q, score_scales, softcap, n_block, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Returns the SoftmaxState after one n_block: (row_max, row_sum, both by lane, PACK accumulators).
@@ -400,12 +407,12 @@ def mainloop_step_lazy_rescale(
     """
     TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS
     # QK and mask.
-    s, lane_max, inv_v_scales = compute_scores_lane_max_and_inv_v_scales(
-        smem_kv, stage, q, score_scales, softcap, n_block, mask_args, MASKED, cfg, tile_cfg
+    s, max_over_tiles, inv_v_scales = v_scaled_scores_max_over_tiles_and_inv_v_scales(
+        smem_kv, full_stage, q, score_scales, softcap, n_block, mask_args, MASKED, cfg, tile_cfg
     )
     # Online softmax: lazy row_max, rescale where it was raised.
     row_max, rescale, flag = lazy_row_max_rescale_and_flag_by_lane(
-        gl.max(view_by_lane(lane_max), 1), state.row_max, cfg.BLOCK_M // tile_cfg.WARPS_PER_HEAD // 4
+        gl.max(view_by_lane(max_over_tiles), 1), state.row_max, cfg.BLOCK_M // tile_cfg.WARPS_PER_HEAD // 4
     )
     safe_max, row_sum = gl.where(row_max == float("-inf"), 0.0, row_max), state.row_sum * rescale
     acc_o = ()
@@ -420,7 +427,7 @@ def mainloop_step_lazy_rescale(
             row_sum = row_sum + gl.sum(view_by_lane(p * inv_v_scales[j][:, :, None]), 1)
         else:
             row_sum = row_sum + gl.sum(x, 1)
-        first_key, i_tile_in_ring = key_and_buffer_of_mma_tile(stage, n_block, j, cfg, tile_cfg)
+        first_key, i_tile_in_ring = first_key_and_ring_index_of_mma_tile(full_stage, n_block, j, cfg, tile_cfg)
         smem_v, smem_v_scales = smem_kv.v[j // TILES_PER_BUFFER], smem_kv.v_scales[j // TILES_PER_BUFFER]
         acc_o = accumulate_pv_of_mma_tile(
             acc_o, smem_v, smem_v_scales, i_tile_in_ring, p, first_key, mask_args, MASKED, cfg, tile_cfg
@@ -448,8 +455,8 @@ def equalize_int4_acc_scales(state, tile_cfg: gl.constexpr):
 
 
 @gluon.jit
-def reduce_softmax_state_over_lanes(state, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns a step's SoftmaxState with row_max and row_sum reduced over lanes."""
+def sum_over_lanes_of_equal_row_max(state, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns a step's SoftmaxState with row_sum summed over lanes, which have equal row_max."""
     if cfg.BLOCK_M > 16:
         L: gl.constexpr = gl.SliceLayout(1, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD))
         row_max, row_sum = (
@@ -480,7 +487,7 @@ def packed_columns_within_head_of_acc(first_head, cfg: gl.constexpr, tile_cfg: g
     if tile_cfg.V.PADDED_HEADS > 1:
         o_d = (
             o_d
-            - padded_column_offset_of_heads(
+            - packed_column_offset_in_padded_tile(
                 kv_heads_of_cta(first_head, gl.SliceLayout(1, gl.SliceLayout(2, MMA)), tile_cfg), True, tile_cfg
             )[:, None, None]
         )
@@ -488,7 +495,7 @@ def packed_columns_within_head_of_acc(first_head, cfg: gl.constexpr, tile_cfg: g
 
 
 @gluon.jit
-def output_row_and_column_mask(m_row, packed_columns, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def valid_output_element_mask(m_row, packed_columns, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the mask of existing rows and columns: a row of `out` may be shorter than one in shared memory."""
     mask = m_row[:, None, :]
     if cfg.DV < cfg.PACK * cfg.PACKED_V:
@@ -499,10 +506,10 @@ def output_row_and_column_mask(m_row, packed_columns, cfg: gl.constexpr, tile_cf
 
 
 @gluon.jit
-def store_output_and_lse(
+def store_unsplit_output_and_lse(
     tensors, strides, state, v_scale_times_out_scale, first_head, work_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
-    """Stores finished rows to `out`, and their LSE."""
+    """Stores rows of unsplit work tiles to `out`, and their LSE."""
     OUT, LSE = tensors.OUT, tensors.LSE
     MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
     HN: gl.constexpr = gl.SliceLayout(1, MMA)
@@ -524,15 +531,15 @@ def store_output_and_lse(
         gl.store(
             p_out + j,
             cast_output(state.acc_o[j] * acc_scale[:, None, :], OUT, cfg),
-            mask=output_row_and_column_mask(m_row, o_d, cfg, tile_cfg),
+            mask=valid_output_element_mask(m_row, o_d, cfg, tile_cfg),
         )
     if cfg.HAS_LSE:
         gl.store(LSE + tokens * strides.lse_t + q_heads * strides.lse_h, lse, mask=m_row)
 
 
 @gluon.jit
-def store_partial(
-    SPLIT_WORKSPACE, first_partial_slot, state, first_head, num_rows_left, cfg: gl.constexpr, tile_cfg: gl.constexpr
+def store_partial_acc_max_and_sum(
+    SPLIT_WORKSPACE, first_partial_slot, state, first_head, num_q_rows_left, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Stores the partial results of split work tiles: slot + 2 h, [BLOCK_M, PARTIAL_COLUMNS] fp32, whose last two
     columns are row_max and row_sum."""
@@ -541,7 +548,7 @@ def store_partial(
     o_r = gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(0, HN))
     partial_slots = first_partial_slot + 2 * gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, HN)).to(gl.int64)
     p_row = SPLIT_WORKSPACE + (partial_slots[:, None] * cfg.BLOCK_M + o_r[None, :]) * cfg.PARTIAL_COLUMNS
-    m_row = (o_r < num_rows_left)[None, :] & (partial_slots >= 0)[:, None]
+    m_row = (o_r < num_q_rows_left)[None, :] & (partial_slots >= 0)[:, None]
     o_d = packed_columns_within_head_of_acc(first_head, cfg, tile_cfg)
     if tile_cfg.V.PADDED_HEADS > 1:
         o_d = o_d & (cfg.BLOCK_DV - 1)  # columns of neighbouring heads go behind the head's own
@@ -561,10 +568,10 @@ def work_tile_metadata_ptr(SPLIT_METADATA, work_tile, head_group, tile_cfg: gl.c
 
 
 @gluon.jit
-def store_split_metadata(p_metadata, num_splits, i_range):
-    """Stores, for the combine, the number of splits of a work tile that begins in CTA range i_range."""
+def store_split_metadata(p_metadata, num_splits, tile_first_range):
+    """Stores, for the combine, a work tile's number of splits and the CTA range in which it begins."""
     gl.store(p_metadata, num_splits)
-    gl.store(p_metadata + 1, i_range)
+    gl.store(p_metadata + 1, tile_first_range)
 
 
 # ---- kernel ----
@@ -632,7 +639,7 @@ def decode_small_m_or_shared_tiles_kernel(
                     tensors, strides, smem_prefetched_q, num_prefetched_q, prefetch_pos, block_end, first_head,
                     i_prefetch == 0, cfg, tile_cfg,
                 )  # fmt: skip
-            start_kv_block_copies(
+            start_kv_block_copies_at_position(
                 prefetch_pos, i_prefetch, full_barriers, tensor_maps, smem_kv, first_head, block_end, cfg, tile_cfg
             )
             prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg, tile_cfg)
@@ -674,10 +681,10 @@ def decode_small_m_or_shared_tiles_kernel(
                 splits = TileSplits(
                     i_range, first_range, num_splits_of_tile(work_tile, cta_range.blocks_per_range, first_range)
                 )
-                maybe_uninit_counter_value = load_maybe_uninit_split_counter(SPLIT_WORKSPACE, splits, cfg, tile_cfg)
+                maybe_uninit_counter = load_first_level_counter_for_init_check(SPLIT_WORKSPACE, splits, cfg, tile_cfg)
             # Query, then the main loop.
             if tile_cfg.LARGE_M:
-                score_scales = head_score_scales * large_m.store_query_to_smem_and_return_q_scales(
+                score_scales = head_score_scales * large_m.store_query_unfenced_and_return_q_scales(
                     tensors, strides, smem_column_scales, work_tile, first_head, smem_operands.q, cfg, tile_cfg
                 )
                 state, prefetch_pos, iter = large_m.mainloop(
@@ -688,8 +695,8 @@ def decode_small_m_or_shared_tiles_kernel(
                 )  # fmt: skip
             else:
                 if tile_cfg.NUM_QUERY_STAGES > 0:
-                    q, q_scales = wait_and_load_prefetched_query_operands(smem_prefetched_q, smem_column_scales,
-                                                                          num_used_q, cfg, tile_cfg)  # fmt: skip
+                    q, q_scales = wait_prefetched_query_operands_and_q_scales(
+                        smem_prefetched_q, smem_column_scales, num_used_q, cfg, tile_cfg)  # fmt: skip
                     num_used_q += 1
                 else:
                     q, q_scales = load_query_operands_and_q_scales(tensors, strides, smem_column_scales, work_tile,
@@ -708,7 +715,7 @@ def decode_small_m_or_shared_tiles_kernel(
                             tensors, strides, smem_prefetched_q, num_prefetched_q, prefetch_pos, block_end,
                             first_head, False, cfg, tile_cfg,
                         )  # fmt: skip
-                    start_kv_block_copies(
+                    start_kv_block_copies_at_position(
                         prefetch_pos, iter + tile_cfg.STAGES - 1, full_barriers, tensor_maps, smem_kv, first_head,
                         block_end, cfg, tile_cfg,
                     )  # fmt: skip
@@ -725,7 +732,7 @@ def decode_small_m_or_shared_tiles_kernel(
                             True, cfg, tile_cfg,
                         )  # fmt: skip
                     iter += 1
-                state = reduce_softmax_state_over_lanes(equalize_int4_acc_scales(new_state, tile_cfg), cfg, tile_cfg)
+                state = sum_over_lanes_of_equal_row_max(equalize_int4_acc_scales(new_state, tile_cfg), cfg, tile_cfg)
             # Epilogue: output of an unsplit work tile, else a partial result.
             if tile_cfg.V.ROTATION.ENABLED:
                 state = unrotate_and_scale_acc(state, smem_column_scales, cfg, tile_cfg)
@@ -739,21 +746,22 @@ def decode_small_m_or_shared_tiles_kernel(
                 ROW: gl.constexpr = state.row_max.type.layout
                 if is_unsplit:
                     o_r = row_begin + gl.arange(0, cfg.BLOCK_M, ROW)
-                    store_output_and_lse_of_head(tensors, strides, state, v_out_scale, first_head, work_tile, o_r, cfg)
+                    store_unsplit_output_and_lse_of_head(
+                        tensors, strides, state, v_out_scale, first_head, work_tile, o_r, cfg)  # fmt: skip
                 else:
                     o_r = gl.arange(0, cfg.BLOCK_M, ROW)
-                    store_partial_of_head(
+                    store_partial_acc_max_and_sum_of_head(
                         SPLIT_WORKSPACE, partial_slot, state, o_r, work_tile.seqlen_q * cfg.GROUP - row_begin, cfg
                     )
             elif tile_cfg.UNSPLIT or is_unsplit:
-                store_output_and_lse(tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)
+                store_unsplit_output_and_lse(tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)
             else:
-                store_partial(
+                store_partial_acc_max_and_sum(
                     SPLIT_WORKSPACE, partial_slot, state, first_head, work_tile.seqlen_q * cfg.GROUP - row_begin, cfg,
                     tile_cfg,
                 )  # fmt: skip
                 if tile_cfg.FUSED_COMBINE_ROWS > 0:
-                    arrive_and_combine_in_levels_if_last(tensors, scales, strides, splits, maybe_uninit_counter_value,
+                    arrive_and_combine_in_levels_if_last(tensors, scales, strides, splits, maybe_uninit_counter,
                                                          first_head, work_tile, cfg, tile_cfg)  # fmt: skip
             block += work_tile.n_block_end - work_tile.n_block_begin
     if tile_cfg.FUSED_COMBINE_ROWS == 0:

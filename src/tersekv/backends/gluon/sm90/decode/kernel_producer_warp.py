@@ -32,7 +32,7 @@ from ..parts.tile_scheduler import (
     load_request_shape,
     make_work_tile_at_block,
 )
-from .combine import TileSplits, arrive_and_combine_in_levels_if_last, load_maybe_uninit_split_counter
+from .combine import TileSplits, arrive_and_combine_in_levels_if_last, load_first_level_counter_for_init_check
 from .kernel import (
     AttentionTensors,
     CallScales,
@@ -42,10 +42,10 @@ from .kernel import (
     kv_heads_of_cta,
     mainloop_step,
     mainloop_step_lazy_rescale,
-    reduce_softmax_state_over_lanes,
-    store_output_and_lse,
-    store_partial,
+    store_partial_acc_max_and_sum,
     store_split_metadata,
+    store_unsplit_output_and_lse,
+    sum_over_lanes_of_equal_row_max,
     work_tile_metadata_ptr,
 )
 from .layouts import allocate_smem_q_fragments, mma_layout, store_query_fragment
@@ -152,7 +152,7 @@ def consumer(
             split_tile = TileSplits(
                 cta_range.i_range, first_range, num_splits_of_tile(work_tile, cta_range.blocks_per_range, first_range)
             )
-            maybe_uninit_counter_value = load_maybe_uninit_split_counter(
+            maybe_uninit_counter = load_first_level_counter_for_init_check(
                 tensors.SPLIT_WORKSPACE, split_tile, cfg, tile_cfg
             )
         # Query: 32 rows stay in shared memory.
@@ -188,7 +188,7 @@ def consumer(
             mbarrier.arrive(empty_barriers.index(stage))
             iter += 1
         # Epilogue: output of an unsplit work tile, else a partial result.
-        state = reduce_softmax_state_over_lanes(equalize_int4_acc_scales(state, tile_cfg), cfg, tile_cfg)
+        state = sum_over_lanes_of_equal_row_max(equalize_int4_acc_scales(state, tile_cfg), cfg, tile_cfg)
         if tile_cfg.V.ROTATION.ENABLED:
             state = unrotate_and_scale_acc(state, smem_column_scales, cfg, tile_cfg)
         if (tile_cfg.FUSED_COMBINE_ROWS == 0) & (work_tile.n_block_begin == 0):
@@ -196,18 +196,18 @@ def consumer(
             p_metadata = work_tile_metadata_ptr(tensors.SPLIT_METADATA, work_tile, cta_range.head_group, tile_cfg)
             store_split_metadata(p_metadata, num_splits, cta_range.i_range)
         if tile_cfg.UNSPLIT or work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
-            store_output_and_lse(tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)
+            store_unsplit_output_and_lse(tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)
         else:
             partial_slot = 2 * (cta_range.i_range * cfg.HEADS + first_head) + gl.where(
                 work_tile.n_block_begin == 0, 1, 0
             )
-            store_partial(
+            store_partial_acc_max_and_sum(
                 tensors.SPLIT_WORKSPACE, partial_slot, state, first_head, work_tile.seqlen_q * cfg.GROUP - row_begin,
                 cfg, tile_cfg,
             )  # fmt: skip
             if tile_cfg.FUSED_COMBINE_ROWS > 0:
                 arrive_and_combine_in_levels_if_last(
-                    tensors, scales, strides, split_tile, maybe_uninit_counter_value, first_head, work_tile, cfg,
+                    tensors, scales, strides, split_tile, maybe_uninit_counter, first_head, work_tile, cfg,
                     tile_cfg,
                 )  # fmt: skip
         block += work_tile.n_block_end - work_tile.n_block_begin

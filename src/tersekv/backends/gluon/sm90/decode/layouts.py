@@ -16,7 +16,7 @@ from ..parts.dequant import K_BLOCK_SCALES_PTX, V_BLOCK_SCALES_PTX
 
 
 @gluon.constexpr_function
-def _warp_bases_by_head_with_same_keys(HEADS_PER_CTA, WARPS_PER_HEAD, rank):
+def _warp_bases_by_head_replicating_keys(HEADS_PER_CTA, WARPS_PER_HEAD, rank):
     """Returns the warp bases: WARPS_PER_HEAD warps with the same keys, then a KV head each, heads in the first
     dimension."""
     bases, head = [[0] * rank] * (WARPS_PER_HEAD.bit_length() - 1), 1
@@ -63,7 +63,7 @@ def k_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, CODE_WORDS_PER_ROW):
     return gl.DistributedLinearLayout(
         regs,
         lanes,
-        _warp_bases_by_head_with_same_keys(HEADS_PER_CTA, WARPS_PER_HEAD, 3),
+        _warp_bases_by_head_replicating_keys(HEADS_PER_CTA, WARPS_PER_HEAD, 3),
         [],
         [HEADS_PER_CTA, NUM_KEYS, CODE_WORDS_PER_ROW],
     )
@@ -100,7 +100,7 @@ def k_block_scale_word_of_4_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS,
     return gl.DistributedLinearLayout(
         [[0, 8, 0, 0], *_register_bases_of_keys_from_16_on(NUM_KEYS, 4, 1)],
         lanes,
-        _warp_bases_by_head_with_same_keys(HEADS_PER_CTA, WARPS_PER_HEAD, 4),
+        _warp_bases_by_head_replicating_keys(HEADS_PER_CTA, WARPS_PER_HEAD, 4),
         [],
         [HEADS_PER_CTA, NUM_KEYS, num_words, 4 // num_words],
     )
@@ -122,7 +122,7 @@ def k_block_scale_broadcast_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, CODE
     return gl.DistributedLinearLayout(
         regs,
         lanes,
-        _warp_bases_by_head_with_same_keys(HEADS_PER_CTA, WARPS_PER_HEAD, 4),
+        _warp_bases_by_head_replicating_keys(HEADS_PER_CTA, WARPS_PER_HEAD, 4),
         [],
         [HEADS_PER_CTA, NUM_KEYS, CODE_WORDS_PER_ROW // 4, 4],
     )
@@ -151,7 +151,7 @@ def v_block_scale_word_of_4_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS,
         [0, 0, 1, 0, 0],
     ]
     return gl.DistributedLinearLayout(
-        regs, lanes, _warp_bases_by_head_with_same_keys(HEADS_PER_CTA, WARPS_PER_HEAD, 5), [],
+        regs, lanes, _warp_bases_by_head_replicating_keys(HEADS_PER_CTA, WARPS_PER_HEAD, 5), [],
         [HEADS_PER_CTA, CODE_WORDS_PER_ROW // 16, 2, 4, NUM_KEYS],
     )  # fmt: skip
 
@@ -169,7 +169,7 @@ def v_block_scale_broadcast_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, CODE
     return gl.DistributedLinearLayout(
         regs,
         lanes,
-        _warp_bases_by_head_with_same_keys(HEADS_PER_CTA, WARPS_PER_HEAD, 4),
+        _warp_bases_by_head_replicating_keys(HEADS_PER_CTA, WARPS_PER_HEAD, 4),
         [],
         [HEADS_PER_CTA, CODE_WORDS_PER_ROW // 4, 4, NUM_KEYS],
     )
@@ -277,7 +277,7 @@ def query_heads_of_rows(kv_heads, o_r, cfg: gl.constexpr, tile_cfg: gl.constexpr
 
 
 @gluon.jit
-def padded_column_offset_of_heads(kv_heads, IS_V: gl.constexpr, tile_cfg: gl.constexpr):
+def packed_column_offset_in_padded_tile(kv_heads, IS_V: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the packed column of a copied row at which a head's own columns begin
     (`tensor_maps._heads_per_aligned_copy_and_word_shift`)."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K

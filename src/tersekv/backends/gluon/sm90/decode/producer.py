@@ -22,7 +22,7 @@ from ..parts.dequant import (
 )
 from ..parts.hadamard import scale_and_rotate_query
 from ..parts.tile_scheduler import load_request_shape
-from .layouts import mma_layout, padded_column_offset_of_heads, query_heads_of_rows, query_load_layout
+from .layouts import mma_layout, packed_column_offset_in_padded_tile, query_heads_of_rows, query_load_layout
 
 
 class PageLookup(NamedTuple):
@@ -187,7 +187,7 @@ def init_prefetch_position(page_lookup, cta_range, cfg: gl.constexpr, tile_cfg: 
 
 
 @gluon.jit
-def advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def advance_prefetch_position(prefetch_pos, page_lookup, range_block_end, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the PrefetchPosition one n_block further. Its page ids are loaded now and used one step later."""
     block, i_request, n_block, m_block, num_n_blocks, num_m_blocks, first_n_block, num_keys, _ = prefetch_pos
     block += 1
@@ -195,7 +195,7 @@ def advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg: gl.cons
     if n_block == num_n_blocks:
         n_block = 0
         m_block += 1
-        if (m_block >= num_m_blocks) & (block < block_end):
+        if (m_block >= num_m_blocks) & (block < range_block_end):
             m_block = 0
             num_m_blocks = block * 0
             while num_m_blocks == 0:
@@ -204,7 +204,7 @@ def advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg: gl.cons
                     page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, i_request, True, cfg
                 )
     page_ids = load_page_ids_of_copies(
-        page_lookup, i_request, first_n_block + n_block, num_keys, block < block_end, cfg, tile_cfg
+        page_lookup, i_request, first_n_block + n_block, num_keys, block < range_block_end, cfg, tile_cfg
     )
     return PrefetchPosition(
         block, i_request, n_block, m_block, num_n_blocks, num_m_blocks, first_n_block, num_keys, page_ids
@@ -277,13 +277,13 @@ def start_scale_tile_copy(
 
 
 @gluon.jit
-def start_kv_block_copies(
-    prefetch_pos, iter, full_barriers, tensor_maps, smem_kv, first_head, block_end, cfg: gl.constexpr,
+def start_kv_block_copies_at_position(
+    prefetch_pos, iter, full_barriers, tensor_maps, smem_kv, first_head, range_block_end, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of the n_block at prefetch_pos into the stage of this iteration."""
     NUM_COPIES: gl.constexpr = tile_cfg.NUM_BUFFERS * tile_cfg.COPIES_PER_BUFFER
-    enabled = prefetch_pos.block < block_end
+    enabled = prefetch_pos.block < range_block_end
     n_block = prefetch_pos.first_n_block + prefetch_pos.n_block
     stage = iter % tile_cfg.STAGES
     mbarrier.expect(full_barriers[0].index(stage), NUM_COPIES * tile_cfg.K.COPY_BYTES, enabled)
@@ -357,15 +357,16 @@ def query_row_ptrs(Q, strides, q_begin, kv_heads, o_r, cfg: gl.constexpr, tile_c
 
 
 @gluon.jit
-def prefetch_query_at_tile_begin_and_count(tensors, strides, smem_prefetched_q, num_prefetched_q, prefetch_pos,
-block_end, first_head,
-                   IS_FIRST_OF_RANGE: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
+def prefetch_query_at_tile_begin_and_count(
+    tensors, strides, smem_prefetched_q, num_prefetched_q, prefetch_pos, range_block_end, first_head,
+    IS_FIRST_OF_RANGE: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr,
+):  # fmt: skip
     """Starts the copy of the query at prefetch_pos, if its n_block is the first of the CTA range or of a work tile.
 
     Returns the number of queries prefetched so far.
     """
     Q, CU_SEQLENS_Q = tensors.Q, tensors.CU_SEQLENS_Q
-    if (prefetch_pos.block < block_end) & (IS_FIRST_OF_RANGE | (prefetch_pos.n_block == 0)):
+    if (prefetch_pos.block < range_block_end) & (IS_FIRST_OF_RANGE | (prefetch_pos.n_block == 0)):
         L: gl.constexpr = _query_cp_async_layout(tile_cfg, cfg, Q.dtype.element_ty.primitive_bitwidth // 8)
         h = first_head + gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
         o_r = (
@@ -430,7 +431,7 @@ def rotate_to_query_operands_and_q_scales(q, smem_column_scales, cfg: gl.constex
 
 
 @gluon.jit
-def wait_and_load_prefetched_query_operands(
+def wait_prefetched_query_operands_and_q_scales(
     smem_prefetched_q, smem_column_scales, i_query, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Loads prefetched query i_query from shared memory; returns as `rotate_to_query_operands_and_q_scales`."""
@@ -456,7 +457,7 @@ def load_query_operands_and_q_scales(
     )
     o_d = gl.arange(0, cfg.D, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     if tile_cfg.K.PADDED_HEADS > 1:
-        o_d = o_d - tile_cfg.K.PACK * padded_column_offset_of_heads(h, False, tile_cfg)
+        o_d = o_d - tile_cfg.K.PACK * packed_column_offset_in_padded_tile(h, False, tile_cfg)
     p_q = query_row_ptrs(tensors.Q, strides, work_tile.q_begin, h, o_r, cfg, tile_cfg) + o_d
     valid, p_q = gl.broadcast(o_r < work_tile.seqlen_q * cfg.GROUP, p_q)
     if tile_cfg.Q_HEAD_DIM < cfg.D:

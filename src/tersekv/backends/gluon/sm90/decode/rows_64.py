@@ -6,7 +6,7 @@ all keys (N) with wgmma, and waits only where the converted ring is empty. Item 
 n_block, item 2 k + 1 its V. Columns in shared memory keep the order of the conversion
 (`head_column_of_converted_column`).
 
-Mask: `lazy_softmax_step_with_p_sums`. Free stage: `producer_acquire` in `converter`. Rescale: lazy,
+Mask: `lazy_softmax_step_with_p_sums`. Free stage: `producer_acquire` in `producer_and_converter`. Rescale: lazy,
 `rescale_acc_unless_all_ones`. Combine: `combine_kernel`, in a second launch.
 """
 
@@ -81,9 +81,9 @@ from .producer import (
     allocate_smem_kv,
     init_prefetch_position,
     query_row_ptrs,
-    start_kv_block_copies,
+    start_kv_block_copies_at_position,
 )
-from .shared_tiles import store_output_and_lse_of_head, store_partial_of_head
+from .shared_tiles import store_partial_acc_max_and_sum_of_head, store_unsplit_output_and_lse_of_head
 
 SCALE_STAGES = gl.constexpr(4)  # n_blocks of stored scales in shared memory
 # Per n_block: K scales; log2 and reciprocals of V scales; zero points of V and K.
@@ -151,15 +151,17 @@ def load_page_id(page_table, n_block, enabled, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_stored_k_or_v_scales_of_keys(SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, IS_V: gl.constexpr,
-                        LAYOUT: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
+def load_token_or_block_scales_of_keys(
+    SCALES, page_table, page_id_if_one_page, kv_head, first_key, o_n, m_key, IS_V: gl.constexpr, LAYOUT: gl.constexpr,
+    cfg: gl.constexpr, tile_cfg: gl.constexpr,
+):  # fmt: skip
     """Loads stored scales of K or V: fp32, or a byte for each block; 1, or 0, for invalid keys."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
     if cfg.INT64_OFFSETS:
         first_key, kv_head = first_key.to(gl.int64), kv_head.to(gl.int64)
     if tile_cfg.NUM_BUFFERS == 1:
         p_scale = SCALES + (
-            page_id * SIDE.SCALE_STRIDES[0]
+            page_id_if_one_page * SIDE.SCALE_STRIDES[0]
             + first_key % cfg.PAGE * SIDE.SCALE_STRIDES[1]
             + kv_head * SIDE.SCALE_STRIDES[2]
         )
@@ -181,8 +183,8 @@ def load_stored_k_or_v_scales_of_keys(SCALES, page_table, page_id, kv_head, firs
 
 
 @gluon.jit
-def load_stored_k_and_v_scales(
-    tensor_maps, page_table, page_id, kv_head, n_block, num_keys, seqlen_q, enabled, cfg: gl.constexpr,
+def load_k_and_v_token_or_block_scales(
+    tensor_maps, page_table, page_id_if_one_page, kv_head, n_block, num_keys, seqlen_q, enabled, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Loads the stored scales of an n_block's K and V to registers: per buffer if they are block scales, else for all
@@ -198,34 +200,34 @@ def load_stored_k_and_v_scales(
             )
             m_key = enabled & keys_visible_to_any_row_mask(first_key + o_n, num_keys, seqlen_q, cfg)
             k = k + (
-                load_stored_k_or_v_scales_of_keys(
-                    K_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, False, L, cfg, tile_cfg
+                load_token_or_block_scales_of_keys(
+                    K_SCALES, page_table, page_id_if_one_page, kv_head, first_key, o_n, m_key, False, L, cfg, tile_cfg
                 ),
             )
             v = v + (
-                load_stored_k_or_v_scales_of_keys(
-                    V_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, True, L, cfg, tile_cfg
+                load_token_or_block_scales_of_keys(
+                    V_SCALES, page_table, page_id_if_one_page, kv_head, first_key, o_n, m_key, True, L, cfg, tile_cfg
                 ),
             )
         return k, v
     elif cfg.TOKEN_SCALES:
         first_key, o_n = n_block * cfg.BLOCK_N, gl.arange(0, cfg.BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))
         m_key = enabled & keys_visible_to_any_row_mask(first_key + o_n, num_keys, seqlen_q, cfg)
-        k = load_stored_k_or_v_scales_of_keys(
-            K_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, False, None, cfg, tile_cfg
+        k = load_token_or_block_scales_of_keys(
+            K_SCALES, page_table, page_id_if_one_page, kv_head, first_key, o_n, m_key, False, None, cfg, tile_cfg
         )
-        return k, load_stored_k_or_v_scales_of_keys(
-            V_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, True, None, cfg, tile_cfg
+        return k, load_token_or_block_scales_of_keys(
+            V_SCALES, page_table, page_id_if_one_page, kv_head, first_key, o_n, m_key, True, None, cfg, tile_cfg
         )
     else:
         return n_block, n_block
 
 
 @gluon.jit
-def store_zero_points_to_smem(converted_stages, iter, scales, cfg: gl.constexpr):
+def store_int4_zero_points_and_sync(converted_stages, iter, k_and_v_scales, cfg: gl.constexpr):
     """Stores the zero points of an n_block's int4 rows to shared memory, for the threads that convert these rows."""
     if cfg.CODE == "int4":
-        packed_zeros = (int4_zero_points(scales[1]) << 4) | int4_zero_points(scales[0])
+        packed_zeros = (int4_zero_points(k_and_v_scales[1]) << 4) | int4_zero_points(k_and_v_scales[0])
         converted_stages.token_scales.index(iter % SCALE_STAGES * NUM_SCALE_VECTORS + 3).store(
             packed_zeros.to(gl.float32, bitcast=True)
         )
@@ -233,8 +235,8 @@ def store_zero_points_to_smem(converted_stages, iter, scales, cfg: gl.constexpr)
 
 
 @gluon.jit
-def get_e4m3_scales_or_load_zero_points(
-    converted_stages, iter, stored_k_and_v_scales, IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
+def e4m3_scales_or_zero_points_from_smem(
+    converted_stages, iter, k_and_v_scales_in_registers, IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Returns what `convert_block_to_fp16` needs beside codes: block scales as loaded, or zero points, per buffer
     [KEYS_PER_BUFFER]."""
@@ -251,7 +253,7 @@ def get_e4m3_scales_or_load_zero_points(
             zero_points = zero_points + (((tile_zeros >> (4 if IS_V else 0)) & 15).to(gl.int16),)
         return zero_points
     else:
-        return stored_k_and_v_scales[1 if IS_V else 0]
+        return k_and_v_scales_in_registers[1 if IS_V else 0]
 
 
 # ---- converter: dequant ----
@@ -351,7 +353,7 @@ def arrive_converted_full(converted_stages, converted_iter, tile_cfg: gl.constex
 
 
 @gluon.jit
-def converter(
+def producer_and_converter(
     tensor_maps, page_lookup, smem_kv, full_barriers, converted_stages, cta_range, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
@@ -364,7 +366,7 @@ def converter(
     prefetch_pos = init_prefetch_position(page_lookup, cta_range, cfg, tile_cfg)
     # Prologue: fill the ring of codes.
     for i_prefetch in gl.static_range(gl.constexpr(tile_cfg.STAGES)):
-        start_kv_block_copies(
+        start_kv_block_copies_at_position(
             prefetch_pos, i_prefetch, full_barriers, tensor_maps, smem_kv, kv_head, block_end, cfg, tile_cfg
         )
         prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg, tile_cfg)
@@ -381,23 +383,23 @@ def converter(
         n_block_end = request.first_n_block + work_tile.n_block_end
         last_block, n_block_begin = n_block_end - 1, request.first_n_block + work_tile.n_block_begin
         page_id = load_page_id(page_table, n_block_begin, num_keys > 0, cfg)
-        next_scales = load_stored_k_and_v_scales(
+        next_scales = load_k_and_v_token_or_block_scales(
             tensor_maps, page_table, page_id, kv_head, n_block_begin, num_keys, seqlen_q, True, cfg, tile_cfg
         )
         page_id = load_page_id(page_table, n_block_begin + 1, n_block_begin < last_block, cfg)
         for n_block in range(n_block_begin, n_block_end):
             # Prefetch the next n_block's stored scales.
             scales = next_scales
-            next_scales = load_stored_k_and_v_scales(
+            next_scales = load_k_and_v_token_or_block_scales(
                 tensor_maps, page_table, page_id, kv_head, n_block + 1, num_keys, seqlen_q, n_block < last_block, cfg,
                 tile_cfg,
             )  # fmt: skip
             page_id = load_page_id(page_table, n_block + 2, n_block + 1 < last_block, cfg)
             # Convert K into a free stage.
-            store_zero_points_to_smem(converted_stages, iter, scales, cfg)
+            store_int4_zero_points_and_sync(converted_stages, iter, scales, cfg)
             k = convert_block_to_fp16(
                 packed,
-                get_e4m3_scales_or_load_zero_points(converted_stages, iter, scales, False, cfg, tile_cfg),
+                e4m3_scales_or_zero_points_from_smem(converted_stages, iter, scales, False, cfg, tile_cfg),
                 cfg,
                 tile_cfg,
             )
@@ -417,7 +419,7 @@ def converter(
                     packed = zero_invalid_v_codes(packed, n_block, num_keys, seqlen_q, cfg, tile_cfg)
             v = convert_block_to_fp16(
                 packed,
-                get_e4m3_scales_or_load_zero_points(converted_stages, iter, scales, True, cfg, tile_cfg),
+                e4m3_scales_or_zero_points_from_smem(converted_stages, iter, scales, True, cfg, tile_cfg),
                 cfg,
                 tile_cfg,
             )
@@ -430,7 +432,7 @@ def converter(
             )
             arrive_converted_full(converted_stages, 2 * iter + 1, tile_cfg)
             # Refill the stage of codes.
-            start_kv_block_copies(
+            start_kv_block_copies_at_position(
                 prefetch_pos, iter + tile_cfg.STAGES, full_barriers, tensor_maps, smem_kv, kv_head, block_end, cfg,
                 tile_cfg,
             )  # fmt: skip
@@ -444,7 +446,7 @@ def converter(
 
 @gluon.jit
 def load_query_fp16_fragment_and_q_scales(
-    tensors, strides, smem_column_scales, work_tile, kv_head, row_begin, score_scale_sign, cfg: gl.constexpr,
+    tensors, strides, smem_column_scales, work_tile, kv_head, row_begin, q_sign, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Returns (64 query rows from row_begin on, fp16, as the left operand; a scale of their scores
@@ -459,7 +461,7 @@ def load_query_fp16_fragment_and_q_scales(
     )
     x = scale_and_rotate_query(x, smem_column_scales, 1, cfg, tile_cfg)
     exponent, inv_scale = exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
-    inv_scale = inv_scale * score_scale_sign
+    inv_scale = inv_scale * q_sign
     q_scales = gl.convert_layout(exponent_to_float(exponent) * cfg.K_RESIDUAL_SCALE, gl.SliceLayout(1, S))
     return (x * inv_scale[:, None]).to(gl.float16), q_scales
 
@@ -512,7 +514,7 @@ def broadcast_by_lane(x, like):
 
 
 @gluon.jit
-def row_max_by_lane(s):
+def partial_row_max_per_lane(s):
     """Returns the maximum of each row's scores in one thread: [rows, LANES_PER_ROW], by a reduction tree."""
     a, b = gl.split(gl.reshape(s, [s.shape[0], s.shape[1] // 2, 2]))
     x = gl.maximum(a, b)
@@ -555,7 +557,7 @@ def lazy_softmax_step_with_p_sums(
             is_visible_in_block(n_block, mask_args, ROWS_PER_WARPGROUP, score_layout(cfg), cfg), s, float("-inf")
         )
     # Lazy row_max, P and its sums.
-    lane_max = row_max_by_lane(s)
+    lane_max = partial_row_max_per_lane(s)
     if PLAIN:
         lane_max = lane_max * score_scales
     row_max_new, _ = gl.inline_asm_elementwise(
@@ -603,11 +605,20 @@ def rescale_acc_unless_all_ones(acc_o, rescale):
 
 
 @gluon.jit
+def sum_over_lanes_of_equal_row_max(row_max, row_sum, acc_o):
+    """Returns the SoftmaxState of rows, from row_max and row_sum by lane."""
+    ROW: gl.constexpr = gl.SliceLayout(1, acc_o.type.layout)
+    return SoftmaxState(
+        gl.convert_layout(gl.max(row_max, 1), ROW), gl.convert_layout(gl.sum(row_sum, 1), ROW), acc_o
+    )  # fmt: skip
+
+
+@gluon.jit
 def mainloop(
     q, score_scales, softcap, converted_stages, iter, n_block_begin, n_block_end, unmasked_begin, unmasked_end,
     mask_args, cfg: gl.constexpr, tile_cfg: gl.constexpr,
 ):  # fmt: skip
-    """Processes n_blocks [n_block_begin, n_block_end) of a work tile. Returns (SoftmaxState by lane, next iter)."""
+    """Processes n_blocks [n_block_begin, n_block_end) of a work tile. Returns (SoftmaxState, next iter)."""
     acc_o = gl.full([ROWS_PER_WARPGROUP, cfg.PACK * cfg.PACKED_V], 0, gl.float32, acc_layout(cfg))
     row_max = gl.full([ROWS_PER_WARPGROUP, LANES_PER_ROW], float("-inf"), gl.float32, score_scales.type.layout)
     row_sum = gl.full([ROWS_PER_WARPGROUP, LANES_PER_ROW], 0.0, gl.float32, score_scales.type.layout)
@@ -628,7 +639,7 @@ def mainloop(
         acc_o = warpgroup_mma_wait(0, [acc_o])
         consumer_release(converted_stages.empty_barriers, 2 * iter + 1, tile_cfg.CONVERTED_STAGES)
         iter += 1
-    return SoftmaxState(row_max, row_sum, acc_o), iter
+    return sum_over_lanes_of_equal_row_max(row_max, row_sum, acc_o), iter
 
 
 @gluon.jit
@@ -677,7 +688,7 @@ def mainloop_overlapped(
         0, [wait_v_and_start_pv(unpack_p_16bit(p_packed, gl.float16, A), acc_o, converted_stages, iter, cfg, tile_cfg)]
     )
     consumer_release(converted_stages.empty_barriers, 2 * iter + 1, tile_cfg.CONVERTED_STAGES)
-    return SoftmaxState(row_max, row_sum, acc_o), iter + 1
+    return sum_over_lanes_of_equal_row_max(row_max, row_sum, acc_o), iter + 1
 
 
 # ---- consumer warpgroups ----
@@ -726,33 +737,30 @@ def consumer(
             work_tile.num_keys, work_tile.seqlen_q, row_begin, work_tile.q_begin, tensors.MASK, strides.mask_t
         )
         mainloop_fn: gl.constexpr = mainloop_overlapped if tile_cfg.WARPS_PER_HEAD == 8 else mainloop
-        lane_state, iter = mainloop_fn(
+        state, iter = mainloop_fn(
             q, score_scales, scales.softcap, converted_stages, iter, request.first_n_block + work_tile.n_block_begin,
             request.first_n_block + work_tile.n_block_end, unmasked_begin, unmasked_end,
             mask_args, cfg, tile_cfg,
         )  # fmt: skip
         # Epilogue: output of an unsplit work tile, else a partial result.
-        ROW: gl.constexpr = gl.SliceLayout(1, lane_state.acc_o.type.layout)
-        row_max, row_sum = (
-            gl.convert_layout(gl.max(lane_state.row_max, 1), ROW),
-            gl.convert_layout(gl.sum(lane_state.row_sum, 1), ROW),
-        )
-        state = SoftmaxState(row_max, row_sum, lane_state.acc_o)
         if tile_cfg.V.ROTATION.ENABLED:
             state = unrotate_and_scale_acc(state, smem_column_scales, cfg, tile_cfg)
-        o_m = gl.arange(0, ROWS_PER_WARPGROUP, ROW)
+        o_m = gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, state.acc_o.type.layout))
         if work_tile.n_block_begin == 0:  # all consumer warpgroups store the same
             num_splits = num_splits_of_tile(work_tile, cta_range.blocks_per_range, cta_range.i_range)
             p_metadata = work_tile_metadata_ptr(tensors.SPLIT_METADATA, work_tile, cta_range.head_group, tile_cfg)
             store_split_metadata(p_metadata, num_splits, cta_range.i_range)
         if work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
-            store_output_and_lse_of_head(tensors, strides, state, v_out_scale, kv_head, work_tile, row_begin + o_m, cfg)
+            store_unsplit_output_and_lse_of_head(
+                tensors, strides, state, v_out_scale, kv_head, work_tile, row_begin + o_m, cfg
+            )
         else:
             partial_slot = 2 * (cta_range.i_range * cfg.HEADS + kv_head) + gl.where(work_tile.n_block_begin == 0, 1, 0)
-            num_rows_left = work_tile.seqlen_q * cfg.GROUP - work_tile.m_block * cfg.BLOCK_M
-            store_partial_of_head(
-                tensors.SPLIT_WORKSPACE, partial_slot, state, I_CONSUMER * ROWS_PER_WARPGROUP + o_m, num_rows_left, cfg
-            )
+            num_q_rows_left = work_tile.seqlen_q * cfg.GROUP - work_tile.m_block * cfg.BLOCK_M
+            store_partial_acc_max_and_sum_of_head(
+                tensors.SPLIT_WORKSPACE, partial_slot, state, I_CONSUMER * ROWS_PER_WARPGROUP + o_m, num_q_rows_left,
+                cfg,
+            )  # fmt: skip
         block += work_tile.n_block_end - work_tile.n_block_begin
 
 
@@ -760,7 +768,7 @@ def consumer(
 
 
 @gluon.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["B"])
-def decode_rows_64_kernel(
+def decode_64_rows_per_warpgroup_kernel(
     Q, K, V, K_SCALES, V_SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, MASK, SINKS, OUT, LSE, SPLIT_WORKSPACE, K_SIGNS,
     V_SIGNS, K_CHANNEL_SCALES, V_CHANNEL_SCALES,
     softmax_scale, SOFTMAX_SCALE, k_scale, K_SCALE, v_scale, V_SCALE, out_scale, OUT_SCALE, softcap,
@@ -817,7 +825,7 @@ def decode_rows_64_kernel(
         gl.warp_specialize(
             [
                 (
-                    converter,
+                    producer_and_converter,
                     (tensor_maps, page_lookup, smem_kv, full_barriers, converted_stages, cta_range, cfg, tile_cfg),
                 ),
                 (
@@ -832,7 +840,7 @@ def decode_rows_64_kernel(
         gl.warp_specialize(
             [
                 (
-                    converter,
+                    producer_and_converter,
                     (tensor_maps, page_lookup, smem_kv, full_barriers, converted_stages, cta_range, cfg, tile_cfg),
                 ),
                 (

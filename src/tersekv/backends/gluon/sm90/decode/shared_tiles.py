@@ -38,7 +38,12 @@ from ..parts.epilogue import cast_output, compute_acc_scale_and_lse
 from ..parts.hadamard import scale_and_rotate_query
 from ..parts.mask import is_visible_in_block, keys_visible_to_any_row_mask
 from ..parts.online_softmax import SoftmaxState, apply_softcap_to_log2_scores
-from .producer import advance_prefetch_position, query_row_ptrs, smem_codes_of_mma_tile, start_kv_block_copies
+from .producer import (
+    advance_prefetch_position,
+    query_row_ptrs,
+    smem_codes_of_mma_tile,
+    start_kv_block_copies_at_position,
+)
 
 
 class SmemOperands(NamedTuple):
@@ -132,7 +137,7 @@ def allocate_smem_fp16_qkv_and_scales(cfg: gl.constexpr, tile_cfg: gl.constexpr)
 
 
 @gluon.jit
-def store_query_to_smem_and_return_q_scales(
+def store_query_unfenced_and_return_q_scales(
     tensors, strides, smem_column_scales, work_tile, kv_head, smem_q, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Stores a work tile's query rows to shared memory in fp16; returns a scale of their scores [BLOCK_M] (see
@@ -172,7 +177,7 @@ def page_id_slot_in_page_and_mask_of_keys(
 
 
 @gluon.jit
-def load_stored_k_or_v_scales(
+def load_token_or_block_scales_of_keys(
     SCALES, page_id_slot_and_mask, kv_head, IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Loads the stored scales of an n_block's K or V: [BLOCK_N] fp32, or [BLOCK_N, blocks] bytes."""
@@ -191,7 +196,7 @@ def load_stored_k_or_v_scales(
 
 
 @gluon.jit
-def load_stored_k_and_v_scales(
+def load_k_and_v_token_or_block_scales(
     tensor_maps, page_lookup, i_request, kv_head, n_block, num_keys, seqlen_q, enabled, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
@@ -200,12 +205,12 @@ def load_stored_k_and_v_scales(
         K: gl.constexpr = gl.SliceLayout(1, block_scale_layout(cfg.PACKED_K, tile_cfg))
         V: gl.constexpr = gl.SliceLayout(1, block_scale_layout(cfg.PACKED_V, tile_cfg))
         return (
-            load_stored_k_or_v_scales(
+            load_token_or_block_scales_of_keys(
                 tensor_maps.K_SCALES,
                 page_id_slot_in_page_and_mask_of_keys(page_lookup, i_request, n_block, num_keys, seqlen_q, enabled, K,
                 cfg), kv_head, False, cfg, tile_cfg,
             ),
-            load_stored_k_or_v_scales(
+            load_token_or_block_scales_of_keys(
                 tensor_maps.V_SCALES,
                 page_id_slot_in_page_and_mask_of_keys(page_lookup, i_request, n_block, num_keys, seqlen_q, enabled, V,
                 cfg), kv_head, True, cfg, tile_cfg,
@@ -215,9 +220,9 @@ def load_stored_k_and_v_scales(
         page_id_slot_and_mask = page_id_slot_in_page_and_mask_of_keys(
             page_lookup, i_request, n_block, num_keys, seqlen_q, enabled, token_scale_layout(tile_cfg), cfg
         )
-        return load_stored_k_or_v_scales(
+        return load_token_or_block_scales_of_keys(
             tensor_maps.K_SCALES, page_id_slot_and_mask, kv_head, False, cfg, tile_cfg
-        ), load_stored_k_or_v_scales(tensor_maps.V_SCALES, page_id_slot_and_mask, kv_head, True, cfg, tile_cfg)
+        ), load_token_or_block_scales_of_keys(tensor_maps.V_SCALES, page_id_slot_and_mask, kv_head, True, cfg, tile_cfg)
     else:
         return n_block, n_block
 
@@ -246,9 +251,10 @@ def load_and_expand_block_scales_to_fp16(
 
 
 @gluon.jit
-def convert_stage_to_fp16_in_smem(smem_codes, smem_block_scales, smem_fp16, stage, n_block, num_keys, seqlen_q,
-ZERO_INVALID_KEYS: gl.constexpr,
-                    IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
+def convert_stage_to_fp16_in_smem(
+    smem_codes, smem_block_scales, smem_fp16, stage, n_block, num_keys, seqlen_q, ZERO_INVALID_KEYS: gl.constexpr,
+    IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr,
+):  # fmt: skip
     """Stores a stage's codes as fp16 to shared memory [BLOCK_N, PACK × CODE_WORDS_PER_ROW]; invalid keys become zeros
     if ZERO_INVALID_KEYS."""
     CODE_WORDS_PER_ROW: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
@@ -344,7 +350,7 @@ def mainloop(
     row_max = gl.full([cfg.BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, ACC_S))
     row_sum = gl.full([cfg.BLOCK_M], 0, gl.float32, gl.SliceLayout(1, ACC_S))
     acc_o = gl.full([cfg.BLOCK_M, cfg.PACK * cfg.PACKED_V], 0, gl.float32, O)
-    scales = load_stored_k_and_v_scales(
+    scales = load_k_and_v_token_or_block_scales(
         tensor_maps, page_lookup, i_request, kv_head, n_block_begin, num_keys, seqlen_q, True, cfg, tile_cfg
     )
     if cfg.BLOCK_SCALES:
@@ -375,7 +381,7 @@ def mainloop(
         thread_barrier()  # K is in shared memory, V may be overwritten
         zero = gl.full([cfg.BLOCK_M, cfg.BLOCK_N], 0, gl.float32, ACC_S)
         s = warpgroup_mma(q, smem_k.permute([1, 0]), zero, use_acc=False, is_async=True)
-        scales = load_stored_k_and_v_scales(
+        scales = load_k_and_v_token_or_block_scales(
             tensor_maps, page_lookup, i_request, kv_head, n_block + 1, num_keys, seqlen_q,
             n_block + 1 < n_block_end, cfg, tile_cfg,
         )  # fmt: skip
@@ -409,7 +415,7 @@ def mainloop(
         thread_barrier()  # V is in shared memory, K may be overwritten, and the stage is free
         acc_o = warpgroup_mma(p_operand, smem_v, acc_o, is_async=True)
         # Refill the stage; dequantize the next K, while PV runs.
-        start_kv_block_copies(
+        start_kv_block_copies_at_position(
             prefetch_pos, iter + tile_cfg.STAGES, full_barriers, tensor_maps, smem_kv, kv_head, block_end, cfg,
             tile_cfg,
         )  # fmt: skip
@@ -435,10 +441,10 @@ def mainloop(
 
 
 @gluon.jit
-def store_output_and_lse_of_head(
+def store_unsplit_output_and_lse_of_head(
     tensors, strides, state, v_scale_times_out_scale, kv_head, work_tile, packed_row_in_request, cfg: gl.constexpr
 ):
-    """Stores finished rows of a request to `out`, and their LSE."""
+    """Stores rows of an unsplit work tile to `out`, and their LSE."""
     OUT, LSE = tensors.OUT, tensors.LSE
     O: gl.constexpr = state.acc_o.type.layout
     q_heads = (kv_head * cfg.GROUP + packed_row_in_request % cfg.GROUP).to(gl.int64)
@@ -456,13 +462,16 @@ def store_output_and_lse_of_head(
 
 
 @gluon.jit
-def store_partial_of_head(SPLIT_WORKSPACE, partial_slot, state, row_in_tile, num_rows_left, cfg: gl.constexpr):
-    """Stores the partial result of rows of a split work tile, columns in the order of `store_partial`."""
+def store_partial_acc_max_and_sum_of_head(
+    SPLIT_WORKSPACE, partial_slot, state, row_in_tile, num_q_rows_left, cfg: gl.constexpr
+):
+    """Stores the partial result of a split work tile's rows, columns in the order of
+    `store_partial_acc_max_and_sum`."""
     O: gl.constexpr = state.acc_o.type.layout
     p_row = SPLIT_WORKSPACE + (partial_slot.to(gl.int64) * cfg.BLOCK_M + row_in_tile) * cfg.PARTIAL_COLUMNS
     column = head_column_of_converted_column(gl.arange(0, cfg.PACK * cfg.PACKED_V, gl.SliceLayout(0, O)), cfg)
     o_d = column % cfg.PACK * cfg.BLOCK_DV + column // cfg.PACK
-    m_row = row_in_tile < num_rows_left
+    m_row = row_in_tile < num_q_rows_left
     gl.store(p_row[:, None] + o_d[None, :], state.acc_o, mask=m_row[:, None])
     gl.store(p_row + cfg.PARTIAL_COLUMNS - 2, state.row_max, mask=m_row)
     gl.store(p_row + cfg.PARTIAL_COLUMNS - 1, state.row_sum, mask=m_row)

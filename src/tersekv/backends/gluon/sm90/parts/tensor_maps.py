@@ -178,7 +178,7 @@ def make_kv_and_scale_map_specs(
     f: SimpleNamespace, heads_per_cta: int, keys_per_copy: int, shared_tiles: bool, head_dim_parts: int
 ) -> tuple[list[TensorMapSpec], list[TensorMapSpec | None]]:
     """Returns the specs of K and V codes, and of stored scales that are copied, else None; a copy is `keys_per_copy`
-    keys of `heads_per_cta` heads, or parts of heads: see `decode/config.facts_with_head_dim_parts`."""
+    keys of `heads_per_cta` heads, or parts of heads: see `decode/config.facts_with_head_dim_parts_as_heads`."""
     codes = [kv_map_spec(x, heads_per_cta, keys_per_copy, head_dim_parts) for x in (f.k_cache, f.v_cache)]
     scales = [
         None
