@@ -220,7 +220,7 @@ def test_the_docs_say_the_same_of_triton_and_torch():
         every = range(minors[0], minors[-1] + 1) if " to " in torches else minors
         told |= {(2, minor): tritons.strip().split(", ") for minor in every}
     assert told.keys() == versions.OF_TORCH.keys()
-    assert all(versions.triton_release_of_torch(f"{a}.{b}.0") in tritons for (a, b), tritons in told.items())
+    assert all(versions.triton_release_of_nearest_torch(f"{a}.{b}.0") in tritons for (a, b), tritons in told.items())
 
 
 def test_doctor_warns_of_a_backend_that_is_not(capsys, monkeypatch):

@@ -211,7 +211,11 @@ def test_the_portable_kernels_refuse_nothing_else():
     said = set()
     for path in [*(PACKAGE / "backends" / "triton").rglob("*.py"), *(PACKAGE / "backends" / "host").glob("*.py")]:
         for function in ast.walk(ast.parse(path.read_text())):
-            if isinstance(function, ast.FunctionDef) and function.name in ("why_not", "_why_not_one_key_set"):
+            if isinstance(function, ast.FunctionDef) and function.name in (
+                "why_not",
+                "why_not_format_or_device",
+                "_why_not_one_key_set",
+            ):
                 said |= {ast.unparse(r.value) for r in ast.walk(function) if isinstance(r, ast.Return) and r.value}
     texts = {re.sub(r"^f?'(.*)'$", r"\1", s) for s in said if re.match("f?'", s)}
     # More rows than 32 bits count are not made in a test.

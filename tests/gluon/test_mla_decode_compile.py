@@ -236,7 +236,7 @@ def test_caches_that_share_memory_but_not_their_scales_have_descriptors_of_their
     )
     for c in (first, second, first):
         addresses = [x.data_ptr() for x in (c.ckv, c.kpe, c.ckv_scale_cache)]
-        found = split.launcher_args_without_addresses(SimpleNamespace(**c._asdict(), part=c.out))
+        found = split.cached_launcher_args_without_addresses(SimpleNamespace(**c._asdict(), part=c.out))
         assert [x for x in found if x in addresses] == addresses
 
 

@@ -189,10 +189,10 @@ class Ways:
     def __call__(self) -> list[tuple]:
         """Launch; what happened."""
         self.events.clear()
-        ready = bind.bind_addresses([self.template] * 2, {"x": 0}) if self.bound else None
+        ready = bind.bind_to_address_list_if_compiled([self.template] * 2, {"x": 0}) if self.bound else None
         if ready is None:
             self.template(SimpleNamespace(x=self.x))
-            self.template.launcher_args_without_addresses(SimpleNamespace(x=self.x))
+            self.template.cached_launcher_args_without_addresses(SimpleNamespace(x=self.x))
         else:
             assert ready([self.x.data_ptr()])
         return [*self.events]
@@ -263,7 +263,7 @@ def test_other_hooks_cost_a_launch_nothing(ways, knobs, monkeypatch):
     def tell(*args):
         raise AssertionError("nobody listens to launches")
 
-    monkeypatch.setattr(launch.CompiledKernel, "add_hook_args", tell)
+    monkeypatch.setattr(launch.CompiledKernel, "set_hook_args", tell)
     knobs.runtime.jit_post_compile_hook = print  # lies where a replaced chain would
     for _ in range(3):
         assert set(ways()) == {ways.launched()}

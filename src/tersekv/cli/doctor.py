@@ -114,7 +114,9 @@ def hints() -> Iterator[str]:
         known = ", ".join(plan.BACKENDS)
         yield f"TERSEKV_BACKEND: want one of {known}, got {wanted!r}; calls that name no backend raise ValueError"
     if installed("triton") is None and platform.system() == "Linux":
-        fits = importlib.import_module("tersekv.backends.host.versions").triton_release_of_torch(torch.__version__)
+        fits = importlib.import_module("tersekv.backends.host.versions").triton_release_of_nearest_torch(
+            torch.__version__
+        )
         yield f"GPU kernels need Triton; with torch {torch.__version__}: pip install 'triton=={fits}.*'"
     elif torch.cuda.is_available() and compiler() is None:
         yield "Triton compiles a launcher for each kernel: install gcc or clang, or set CC"

@@ -116,7 +116,7 @@ def why_not(f: SimpleNamespace) -> str | None:
     for x in (fmt, v_fmt):
         if x.code not in SUPPORTED_CODES:
             return f"has no {x.name}"
-    if reason := launch.why_not(f):
+    if reason := launch.why_not_format_or_device(f):
         return reason
     if fmt != v_fmt and 2 in (fmt.storage.itemsize, v_fmt.storage.itemsize):
         return f"takes no pairs with 16 bits, got {fmt.name} and {v_fmt.name}"

@@ -13,7 +13,7 @@ from ...formats import LATENT_SINKS, LISTS, LSE_OF_KEYS, UE8M0, latent_format
 from ..host import launch
 from ..host.attention_launches import (
     attention_launches,
-    epilogue_softmax_scale_and_varlen_constants,
+    output_lse_softmax_scale_and_varlen_constants,
     output_and_workspace_args,
     page_table_lengths_and_softmax_scale_args,
 )
@@ -27,7 +27,7 @@ from ..host.bind import (
     Workspace,
     tensor_args,
 )
-from ..host.key_lists import facts_with_rows_as_requests
+from ..host.key_lists import facts_with_listed_rows_as_requests
 from ..triton.mla_decode import entry as portable
 from ..triton.mla_decode.config import TileConfig
 from ..triton.parts.listed_rows import LENS, ROWS, compact_listed_rows_launch, listed_rows_slices
@@ -68,7 +68,7 @@ class Config(NamedTuple):
 
 def why_not(f: SimpleNamespace) -> str | None:
     fmt = latent_format(f.format)
-    if fmt.code not in _TESTED_CODES or fmt.scale == UE8M0 or launch.why_not(f):
+    if fmt.code not in _TESTED_CODES or fmt.scale == UE8M0 or launch.why_not_format_or_device(f):
         return f"has no {f.format}"
     if (f.ckv.shape[2], f.kpe.shape[2]) != (RANK, ROPE):
         return f"wants latents of {RANK} + {ROPE}, got {f.ckv.shape[2]} + {f.kpe.shape[2]}"
@@ -130,7 +130,7 @@ def choose_config(f: SimpleNamespace) -> MLADecodeConfig:
 
 def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) -> Config:
     """Returns the launches of these facts."""
-    listed_rows, f = _listed_rows(f), facts_with_rows_as_requests(f, f.ckv.shape[1])
+    listed_rows, f = _listed_rows(f), facts_with_listed_rows_as_requests(f, f.ckv.shape[1])
     config, is_16_bit = chosen_config or choose_config(f), f.ckv.dtype.itemsize == 2
     heads, requests = f.q_nope.shape[1], f.seq_lens.shape[0]
     num_head_blocks = (
@@ -146,7 +146,7 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
     constants = (
         portable._latent_format_and_operand_constants(f, fmt)
         | portable._shape_tile_and_partial_layout_constants(f, fmt, tile_config, num_head_blocks, True)
-        | epilogue_softmax_scale_and_varlen_constants(f)
+        | output_lse_softmax_scale_and_varlen_constants(f)
         | portable._sinks_and_v_scale_constants(f)
     )
     # Rows of partial results start at 32-byte sectors: 5 µs less at 1 × 8K, 128 heads.
@@ -171,7 +171,7 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
         | outputs
         | _tensor_map_and_oob_row_args(f, cfg, cache_matrices)
     )
-    arguments |= _listed_row_gather_args_or_none(f, bool(listed_rows))
+    arguments |= _listed_row_gather_args_or_placeholders(f, bool(listed_rows))
     arguments |= {"max_m_blocks": max_m_blocks, "STAGES": config.num_stages, "cfg": cfg}
     if "NUM_CONSUMERS" in kernel.arg_names:  # of `small_m`
         arguments["NUM_CONSUMERS"] = config.num_consumers
@@ -196,15 +196,15 @@ def _listed_rows(f: SimpleNamespace) -> list[KernelLaunch]:
 
 def _prepend_listed_rows_launch(
     f: SimpleNamespace,
-    listed_rows_launch: list[KernelLaunch],
+    listed_rows_launches: list[KernelLaunch],
     launches: LaunchSequence | HostAction,
     workspace_floats: int,
 ) -> LaunchSequence | HostAction:
     """Returns the launches behind that of listed rows, which shares their workspace."""
-    if not listed_rows_launch or not launches.kernel_launches:
+    if not listed_rows_launches or not launches.kernel_launches:
         return launches
     workspace = Workspace(workspace_floats, listed_rows_slices(f))
-    return LaunchSequence(*listed_rows_launch, *launches.kernel_launches, workspace=workspace)
+    return LaunchSequence(*listed_rows_launches, *launches.kernel_launches, workspace=workspace)
 
 
 def _choose_max_registers(is_16_bit: bool, config: MLADecodeConfig) -> int:
@@ -217,8 +217,8 @@ def _choose_max_registers(is_16_bit: bool, config: MLADecodeConfig) -> int:
     return min(65536 // (128 * warpgroups * config.ctas_per_sm), 168) // 8 * 8
 
 
-def _listed_row_gather_args_or_none(f: SimpleNamespace, has_listed_rows: bool) -> dict[str, Any]:
-    """Returns the arguments by which rows of listed keys are copied; pitches in 16 bytes."""
+def _listed_row_gather_args_or_placeholders(f: SimpleNamespace, has_listed_rows: bool) -> dict[str, Any]:
+    """Returns the arguments by which rows of listed keys are copied, None and 0 without; pitches in 16 bytes."""
     parts = {"ckv": f.ckv, "kpe": f.kpe, "scale": f.ckv_scale_cache}
     pitches = {
         f"{name}_row_pitch_16_bytes": x.stride[1] * x.dtype.itemsize // 16 if has_listed_rows and x is not None else 0

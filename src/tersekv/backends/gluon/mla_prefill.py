@@ -49,10 +49,10 @@ def configure(f: SimpleNamespace) -> Config:
     )  # alignment and strides of a tensor map
     use_gluon_gemm = weight.dtype == torch.float8_e4m3fn and fits_tensor_map and weight.shape[1] in (128, 256, 384, 512)
     portable_cfg = choose_mla_prefill_config(f)
-    return Config(portable_cfg, use_gluon_gemm, _make_launches_and_workspace(f, portable_cfg, use_gluon_gemm))
+    return Config(portable_cfg, use_gluon_gemm, _make_launch_sequence(f, portable_cfg, use_gluon_gemm))
 
 
-def _make_launches_and_workspace(
+def _make_launch_sequence(
     f: SimpleNamespace, portable_cfg: MLAPrefillConfig, use_gluon_gemm: bool
 ) -> LaunchSequence | HostAction:
     if 0 in f.q.shape[:2]:

@@ -55,17 +55,17 @@ def output_and_workspace_args(f: SimpleNamespace, fp8_as_bytes: bool = False) ->
     )
 
 
-def epilogue_softmax_scale_and_varlen_constants(f: SimpleNamespace) -> dict[str, Any]:
+def output_lse_softmax_scale_and_varlen_constants(f: SimpleNamespace) -> dict[str, Any]:
     """Returns the constexpr arguments shared by all these attention kernels."""
-    return epilogue_and_softmax_scale_constants(f) | {
+    return output_lse_and_softmax_scale_constants(f) | {
         # Ragged rows are read from cu_seqlens_q; a bound that changes with the batch must not recompile.
         "MAX_SEQLEN_Q": 0 if f.cu_seqlens_q is not None else f.max_q_len,
         "VARLEN_Q": f.cu_seqlens_q is not None,
     }
 
 
-def epilogue_and_softmax_scale_constants(f: SimpleNamespace) -> dict[str, Any]:
-    """Returns the constexpr arguments of the epilogue and of the softmax scale."""
+def output_lse_and_softmax_scale_constants(f: SimpleNamespace) -> dict[str, Any]:
+    """Returns the constexpr arguments of the output, of the LSE and of the softmax scale."""
     return {
         "HAS_LSE": f.lse is not None,
         "HAS_SOFTMAX_SCALE": f.softmax_scale_t is not None,
@@ -75,18 +75,18 @@ def epilogue_and_softmax_scale_constants(f: SimpleNamespace) -> dict[str, Any]:
     }
 
 
-def facts_for_kernel_choice(f: SimpleNamespace, q_len_if_batch_invariant: int = 1) -> SimpleNamespace:
+def facts_for_kernel_choice(f: SimpleNamespace, seqlen_q_if_batch_invariant: int = 1) -> SimpleNamespace:
     """Returns the facts by which kernels are chosen; batch invariant calls get none that depend on other requests.
 
-    q_len_if_batch_invariant: query rows of a request to choose the kernel for in that case
+    seqlen_q_if_batch_invariant: query tokens of a request to choose the kernel for in that case
     """
     if not f.batch_invariant:
         return f
     table = f.page_table._replace(shape=(1, UNBOUNDED_PAGES))
-    return SimpleNamespace(**vars(f) | {"max_q_len": q_len_if_batch_invariant, "page_table": table})
+    return SimpleNamespace(**vars(f) | {"max_q_len": seqlen_q_if_batch_invariant, "page_table": table})
 
 
-def min_split_key_blocks(f: SimpleNamespace, block_n: int) -> int:
+def min_split_blocks_if_batch_invariant(f: SimpleNamespace, block_n: int) -> int:
     """Returns SPLIT_BLOCKS of `triton/parts/tile_scheduler`: least tiles of a split for batch invariant calls; else
     0."""
     return max(1, SPLIT_KEYS // block_n) if f.batch_invariant else 0

@@ -73,23 +73,23 @@ def tensor_args(view_as: str = "", /, **names: str) -> dict[str, TensorArg]:
     return {argument: TensorArg(name, view_as) for argument, name in names.items()}
 
 
-def stride_args(x: Any, **names: str) -> dict[str, int]:
+def stride_args(x: Any, **dim_letters_by_prefix: str) -> dict[str, int]:
     """Returns the strides of a tensor fact by kernel name, in the order of its dimensions; 0 where x is None.
 
     The one keyword is the prefix of the names, its value their last letters: stride_out_="th".
     """
-    ((prefix, letters),) = names.items()
+    ((prefix, letters),) = dim_letters_by_prefix.items()
     steps = (0,) * len(letters) if x is None else x.stride
     return {prefix + letter: step for letter, step in zip(letters, steps, strict=False)}
 
 
-def common_stride_unit(x: Any, distances: tuple[int, ...], max_unit: int) -> int:
-    """Returns the largest unit, at most `max_unit` (16 bytes of elements), that divides all distances. 1 where all are
+def stride_unit_to_prove_alignment(x: Any, strides: tuple[int, ...], max_unit: int) -> int:
+    """Returns the largest unit, at most `max_unit` (16 bytes of elements), that divides all strides. 1 where all are
     multiples of 16, which Triton specialises on by itself, or where x is not aligned.
 
     Strides passed in this unit prove alignment to the compiler, which then vectorises the loads.
     """
-    return gcd(max_unit, *distances) if x.aligned and any(n % 16 for n in distances) else 1
+    return gcd(max_unit, *strides) if x.aligned and any(n % 16 for n in strides) else 1
 
 
 class KernelLaunch:
@@ -140,23 +140,23 @@ class KernelLaunch:
             values = (x.resolve(call) if isinstance(x, (TensorArg, TensorMapArg)) else x for x in self._arguments)
             self.launch.compile_launch_and_keep_launcher(self.grid, tuple(values))
             return
-        args = self.launcher_args_without_addresses(call).copy()
+        args = self.cached_launcher_args_without_addresses(call).copy()
         assert self.address_slots is not None
-        for place, name, offset in self.address_slots:
-            args[place] = getattr(call, name).data_ptr() + offset
+        for slot, name, offset in self.address_slots:
+            args[slot] = getattr(call, name).data_ptr() + offset
         self.launch.relaunch(args)
 
-    def launcher_args_without_addresses(self, call: Any) -> list:
-        """Returns the argument list of a compiled launch for these tensors. Tensor maps are encoded once and kept."""
+    def cached_launcher_args_without_addresses(self, call: Any) -> list:
+        """Returns the cached argument list of a compiled launch, to be copied. Tensor maps are encoded once."""
         key = tuple(getattr(call, name).data_ptr() for name in self.mapped_tensors)
         found = self.prepared.get(key)
         if found is None:
             if len(self.prepared) >= _MAX_TENSOR_MAPS:
                 self.prepared.clear()
-            found = self.prepared[key] = self._encode_launcher_args_without_addresses(call)
+            found = self.prepared[key] = self._make_launcher_args_and_set_address_slots(call)
         return found
 
-    def _encode_launcher_args_without_addresses(self, call: Any) -> list:
+    def _make_launcher_args_and_set_address_slots(self, call: Any) -> list:
         mapped_tensors = tuple(x.resolve(call) for x in self._arguments if isinstance(x, TensorMapArg))
         encoded = iter(self.launch.launcher_args_of_tensor_maps(mapped_tensors) if mapped_tensors else ())
         args, address_slots = self.launch.leading_args(self.grid), []
@@ -234,15 +234,15 @@ class LaunchSequence:
         if bound is None or not bound([x.data_ptr() for x in self._tensors_of(call)]):
             self._launch_and_try_to_bind(call)
 
-    def bind(self, address_index: Mapping[str, int]) -> BoundLaunches | None:
+    def bind(self, index_by_name: Mapping[str, int]) -> BoundLaunches | None:
         """Returns the launches bound to a list of addresses. None: there are no launches, they are not compiled, or
         the workspace is not cached.
 
-        address_index: index of each tensor's address in the list
+        index_by_name: index of each tensor's address in the list
         """
         if not self.kernel_launches or (self.workspace is not None and not self.workspace.cached):
             return None
-        return bind_addresses(self.kernel_launches, address_index, self.workspace)
+        return bind_to_address_list_if_compiled(self.kernel_launches, index_by_name, self.workspace)
 
     def _launch_and_try_to_bind(self, call: Any) -> None:
         """Compile and encode whatever is missing, and launch."""
@@ -251,12 +251,14 @@ class LaunchSequence:
             template(tensors)
         if self._bound is None and self.kernel_launches and all(t.launch.compiled for t in self.kernel_launches):
             for template in self.kernel_launches:
-                template.launcher_args_without_addresses(tensors)
+                template.cached_launcher_args_without_addresses(tensors)
             names = sorted(
                 {n for t in self.kernel_launches for n in t.tensor_names() if getattr(call, n, None) is not None}
             )
             self._tensors_of = attrgetter(*names) if len(names) > 1 else lambda call: [getattr(call, n) for n in names]
-            self._bound = bind_addresses(self.kernel_launches, {n: i for i, n in enumerate(names)}, self.workspace)
+            self._bound = bind_to_address_list_if_compiled(
+                self.kernel_launches, {n: i for i, n in enumerate(names)}, self.workspace
+            )
 
 
 class HostAction:
@@ -274,32 +276,32 @@ class HostAction:
         return None
 
 
-def bind_addresses(
-    kernel_launches: Sequence[KernelLaunch], address_index: Mapping[str, int], workspace: Workspace | None = None
+def bind_to_address_list_if_compiled(
+    kernel_launches: Sequence[KernelLaunch], index_by_name: Mapping[str, int], workspace: Workspace | None = None
 ) -> BoundLaunches | None:
     """Returns a function that launches all kernels for a list of addresses. None: not compiled yet.
 
-    address_index: index of each tensor's address in the list
+    index_by_name: index of each tensor's address in the list
     """
     if any(t.address_slots is None for t in kernel_launches):
         return None
     offsets_by_name = {} if workspace is None else workspace.offsets()
-    address_index = dict(address_index) | {name: len(address_index) + i for i, name in enumerate(offsets_by_name)}
+    index_by_name = dict(index_by_name) | {name: len(index_by_name) + i for i, name in enumerate(offsets_by_name)}
     launches, mapped = [], []
     for t in kernel_launches:
-        address_slots = [(slot, address_index[name]) for slot, name, offset in t.address_slots or () if not offset]
-        offset_slots = [(slot, address_index[name], offset) for slot, name, offset in t.address_slots or () if offset]
+        address_slots = [(slot, index_by_name[name]) for slot, name, offset in t.address_slots or () if not offset]
+        offset_slots = [(slot, index_by_name[name], offset) for slot, name, offset in t.address_slots or () if offset]
         launches.append(
             (t.launch, t.launch.run, None if t.mapped_tensors else t.prepared[()], address_slots, offset_slots)
         )
         if t.mapped_tensors:
-            mapped.append((t.prepared, _address_getter([address_index[name] for name in t.mapped_tensors])))
+            mapped.append((t.prepared, _address_getter([index_by_name[name] for name in t.mapped_tensors])))
     index, offsets = kernel_launches[0].launch.device, tuple(offsets_by_name.values())
     device = torch.device("cuda", index)
     num_floats = 0 if workspace is None else workspace.num_floats
     allocate = cached_workspace if workspace is None or workspace.cached else _allocate
 
-    def launch_all_if_tensor_maps_are_encoded(addresses: list[int]) -> bool:
+    def launch_all_if_tensor_maps_are_cached(addresses: list[int]) -> bool:
         stream = torch._C._cuda_getCurrentRawStream(index)
         if num_floats:
             memory = allocate(num_floats, device, stream)
@@ -323,7 +325,7 @@ def bind_addresses(
                 args[slot] = addresses[i_address] + offset
             args[3] = stream
             if has_hooks:
-                kernel.add_hook_args(args)
+                kernel.set_hook_args(args)
             try:
                 run(*args)
             except Exception as e:
@@ -331,7 +333,7 @@ def bind_addresses(
                 raise
         return True
 
-    return launch_all_if_tensor_maps_are_encoded
+    return launch_all_if_tensor_maps_are_cached
 
 
 def _address_getter(places: list[int]) -> Callable[[list[int]], tuple[int, ...]]:

@@ -39,10 +39,10 @@ def compiling(
     driver = importlib.import_module("triton.runtime.driver").driver
     kernels = importlib.import_module("triton.runtime.jit").JITFunction
     target, device = compiler.GPUTarget("cuda", arch, 32), -arch
-    was, run, sms = driver._active, kernels.run, launch.absent_num_sms
+    previous_driver, run, sms = driver._active, kernels.run, launch.absent_num_sms
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        if should_compile is None or should_compile(_key(self, device, args, options)):
+        if should_compile is None or should_compile(_specialization_hash(self, device, args, options)):
             on_compiled(self, run(self, *args, grid=grid, warmup=True, **options))
 
     # It answers for the chip, under a number that no device has.
@@ -55,7 +55,7 @@ def compiling(
     try:
         yield
     finally:
-        driver._active, kernels.run, launch.absent_num_sms = was, run, sms
+        driver._active, kernels.run, launch.absent_num_sms = previous_driver, run, sms
 
 
 def build_triton_utils_and_make_launcher_builder(folder_for_libcuda_stub: Path) -> Callable[[Any], None]:
@@ -70,7 +70,7 @@ def build_triton_utils_and_make_launcher_builder(folder_for_libcuda_stub: Path) 
     except (AssertionError, OSError, subprocess.SubprocessError):
         stub = folder_for_libcuda_stub / "libcuda.so.1"
         subprocess.run(
-            [_c_compiler_path(), "-shared", "-x", "c", os.devnull, "-o", stub], check=True, capture_output=True
+            [_c_compiler_path_or_raise(), "-shared", "-x", "c", os.devnull, "-o", stub], check=True, capture_output=True
         )
         triton.knobs.nvidia.libcuda_path = str(folder_for_libcuda_stub)
 
@@ -84,7 +84,7 @@ def build_triton_utils_and_make_launcher_builder(folder_for_libcuda_stub: Path) 
     return lambda kernel: build(nvidia.CudaLauncher, kernel.src, kernel.metadata)
 
 
-def _c_compiler_path() -> str:
+def _c_compiler_path_or_raise() -> str:
     found = triton.knobs.build.cc or shutil.which("gcc") or shutil.which("clang")
     if found is None:
         raise OSError("want a C compiler: install gcc or clang, or set CC")
@@ -107,8 +107,8 @@ def kernel_sources_hash() -> str:
     return found.hexdigest()
 
 
-def _key(fn: Any, device: int, args: tuple, options: dict[str, Any]) -> str:
+def _specialization_hash(fn: Any, device: int, args: tuple, options: dict[str, Any]) -> str:
     """Returns what Triton compiles a kernel anew for, as a hash."""
     bind = fn.device_caches[device][-1]
-    _, specialization, given = bind(*args, **options)
-    return hashlib.sha256(f"{fn.__module__}.{fn.__name__} {specialization} {given}".encode()).hexdigest()
+    _, specialization, bound_options = bind(*args, **options)
+    return hashlib.sha256(f"{fn.__module__}.{fn.__name__} {specialization} {bound_options}".encode()).hexdigest()

@@ -56,7 +56,7 @@ def facts_of_extra_key_set(f: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(**fields | none | extra | {"seq_lens": None, "block_size": 1})
 
 
-def facts_with_rows_as_requests(f: SimpleNamespace, cache_page_size: int) -> SimpleNamespace:
+def facts_with_listed_rows_as_requests(f: SimpleNamespace, cache_page_size: int) -> SimpleNamespace:
     """Returns the facts by which kernels are chosen: with lists every row is a request, which holds its list's keys."""
     if f.indices is None:
         return f

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...formats import BLOCK, GROUP, INDEX, NONE, STORED_FORMATS, TENSOR, TOKEN_HEAD, UE8M0
 from .cache_keys import hash_callees_first_for_stable_cache_key
-from .versions import make_launcher_record, version_independent_compiler_options
+from .versions import make_launcher_record, options_overriding_triton_defaults
 
 _log = logging.getLogger("tersekv")
 absent_num_sms = 132  # of a chip that is planned for and not there: Hopper's
@@ -35,8 +35,8 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def why_not(f: SimpleNamespace) -> str | None:
-    """Returns why no Triton kernel can run a call; None: one can."""
+def why_not_format_or_device(f: SimpleNamespace) -> str | None:
+    """Returns why no Triton kernel runs with a call's formats or on its device; None: one does."""
     for name in (getattr(f, "format", "bf16"), getattr(f, "v_format", "")):
         fmt = STORED_FORMATS[name or "bf16"]
         if (fmt.code, fmt.scale) not in _KNOWN_FORMATS:
@@ -134,7 +134,7 @@ class CompiledKernel:
     __slots__ = ("_compiled", "_device", "_fixed", "_hooks_index", "_launcher", "_run", "fn", "options")
 
     def __init__(self, fn: Any, **options: Any) -> None:
-        self.fn, self.options = fn, version_independent_compiler_options(fn) | options
+        self.fn, self.options = fn, options_overriding_triton_defaults(fn) | options
         self._compiled: Any = None
         self._launcher: Any = None
         self._run: Any = None
@@ -166,15 +166,15 @@ class CompiledKernel:
         """
         args[3] = torch._C._cuda_getCurrentRawStream(self._device)
         if enter_hooks.calls or exit_hooks.calls or (knob_overrides and hooks_replaced()):
-            self.add_hook_args(args)
+            self.set_hook_args(args)
         try:
             self._run(*args)
         except Exception as e:
             attach_kernel_name(self.fn, e)
             raise
 
-    def add_hook_args(self, args: list) -> None:
-        """Add Triton's launch hooks to the launcher's arguments, as Triton's own launch does."""
+    def set_hook_args(self, args: list) -> None:
+        """Set Triton's launch hooks and their metadata among the arguments, in place, as Triton's own launch does."""
         i_hooks = self._hooks_index
         metadata = self._compiled.launch_metadata(tuple(args[:3]), args[3])
         args[i_hooks : i_hooks + 3] = metadata, _runtime.launch_enter_hook, _runtime.launch_exit_hook
@@ -243,9 +243,9 @@ def cached_workspace(num_floats: int, device: torch.device, stream: int) -> Tens
     return found[1]
 
 
-def release_workspace(side_streams: bool = False) -> None:
-    """Drop this thread's cached workspaces; side_streams: only those of other streams than the default."""
-    for key in [key for key in _workspaces.by_stream if key[1] != 0 or not side_streams]:
+def release_workspace(only_side_streams: bool = False) -> None:
+    """Drop this thread's cached workspaces; only_side_streams: only those of other streams than the default."""
+    for key in [key for key in _workspaces.by_stream if key[1] != 0 or not only_side_streams]:
         del _workspaces.by_stream[key]
 
 

@@ -67,12 +67,18 @@ def launches_dependents_late(fmt: str, elements: int, max_elements: int) -> bool
     return fmt == "nvfp4" or (fmt.endswith("per_token_head") and elements <= max_elements)
 
 
-def num_tensors_accessed_in_pairs(f: SimpleNamespace, stride_unit: int, k_or_v: str) -> int:
+def num_tensors_accessed_in_pairs_if_4bit(f: SimpleNamespace, stride_unit: int, k_or_v: str) -> int:
     """Returns 1 if rows of "k" or "v" are read as packed pairs of values (packed_quant.py), for 4-bit codes of dense,
     unrotated 16-bit rows; 2 if nvfp4's scales are stored in pairs too; else 0."""
     rows, fmt = getattr(f, k_or_v), pair_of(f)["kv".index(k_or_v)]
-    turned = getattr(f, f"{k_or_v}_signs") is not None or getattr(f, f"{k_or_v}_channel_scale") is not None
-    if fmt.code not in ("e2m1", "int4") or stride_unit % 2 or turned or rows.dtype.itemsize != 2 or not rows.aligned:
+    is_rotated = getattr(f, f"{k_or_v}_signs") is not None or getattr(f, f"{k_or_v}_channel_scale") is not None
+    if (
+        fmt.code not in ("e2m1", "int4")
+        or stride_unit % 2
+        or is_rotated
+        or rows.dtype.itemsize != 2
+        or not rows.aligned
+    ):
         return 0
     if fmt.code == "int4":
         return 1
@@ -80,13 +86,13 @@ def num_tensors_accessed_in_pairs(f: SimpleNamespace, stride_unit: int, k_or_v: 
     return 2 if x.aligned and x.shape[-1] % 2 == 0 and not any(n % 2 for n in x.stride[:-1]) else 1
 
 
-def max_program_elements(fmt: str, total: int) -> int:
-    """Returns the most elements of a program of unrotated rows, for `total` elements of all rows.
+def max_program_elements(fmt: str, total_elements: int) -> int:
+    """Returns the most elements of a program of unrotated rows, for `total_elements` of all rows.
 
     nvfp4: twice as many if four times MIN_PROGRAMS remain: a thread then has two blocks of a row and computes the
     row's part once for both. NVIDIA H200, 2026-11-21, 16384 tokens: 27.7 -> 24.8 us; 2048 tokens 4.4 -> 4.9.
     """
-    if fmt == "nvfp4" and total >= 4 * MIN_PROGRAMS * MAX_ELEMENTS:
+    if fmt == "nvfp4" and total_elements >= 4 * MIN_PROGRAMS * MAX_ELEMENTS:
         return MAX_ELEMENTS
     return MAX_ELEMENTS_OF_FORMAT.get(fmt, MAX_ELEMENTS)
 
@@ -141,13 +147,13 @@ def elements_and_warps_of_rotated_program(total_elements: int, fmt: str) -> tupl
     return elements, 4
 
 
-def issues_loads_first(total: int) -> bool:
+def issues_loads_first(total_elements: int) -> bool:
     """Returns ORDER_LOADS of `token_rows.pdl_late_launch_or_order_loads` for rotated rows: not for a few waves.
 
     NVIDIA H200, 2026-11-21, with and without: fp8 32 tokens 0.96, 1.02 us, 2048 tokens 10.73, 10.64, 16384 tokens 72.0,
     73.8; per token and head 2048 tokens 10.99, 10.82, 16384 tokens 75.7, 77.5.
     """
-    return not MIN_PROGRAMS * SIZES[1] <= total < 1 << 25
+    return not MIN_PROGRAMS * SIZES[1] <= total_elements < 1 << 25
 
 
 def max_key_elements(fmt: str, split_halves: bool) -> int:
@@ -158,10 +164,10 @@ def max_key_elements(fmt: str, split_halves: bool) -> int:
 class RowPrograms:
     """Rows [tokens, heads] of one tensor, divided among programs of `rows` rows, a power of two."""
 
-    def __init__(self, tokens: int, heads: int, columns: int, elements: int) -> None:
-        total = tokens * heads
-        self.rows = min(max(elements // columns, 1), launch.next_power_of_2(total))
-        self.programs = -(-total // self.rows)
+    def __init__(self, num_tokens: int, num_heads: int, num_columns: int, elements_per_program: int) -> None:
+        num_rows = num_tokens * num_heads
+        self.rows = min(max(elements_per_program // num_columns, 1), launch.next_power_of_2(num_rows))
+        self.programs = -(-num_rows // self.rows)
 
 
 def program_ends(*parts: RowPrograms) -> tuple[int, ...]:
@@ -189,8 +195,8 @@ def channel_scale_strides(f: SimpleNamespace) -> dict[str, int]:
     return {f"stride_{s}_channels": strides_in_units(getattr(f, f"{s}_channel_scale"), 1)[0] for s in "kv"}
 
 
-def slot_mapping_bounds(f: SimpleNamespace, num_pages: int) -> dict[str, int]:
-    """Returns the bounds of slots, requests and indices that kernels check, by kernel name."""
+def page_request_and_index_count_args(f: SimpleNamespace, num_pages: int) -> dict[str, int]:
+    """Returns the numbers of pages, requests and indices against which kernels check slots, by kernel name."""
     requests, indices = (0, 0) if f.kv_indptr is None else (f.kv_indptr.shape[0] - 1, f.kv_indices.shape[0])
     return {"num_pages": num_pages, "num_requests": requests, "num_indices": indices}
 
@@ -206,7 +212,7 @@ def num_q_heads_and_nope_columns(f: SimpleNamespace) -> tuple[int, int]:
     return (q.shape[1] if q else 0), (f.q_nope.shape[2] if f.q_nope else 0)
 
 
-def query_output_kind(f: SimpleNamespace) -> str:
+def query_output_cast_kind(f: SimpleNamespace) -> str:
     """Returns the kind of cast of the query output: "e4m3", "e5m2" or "float"."""
     out = f.q_rope_out or f.q_nope_out
     return _OUTPUT_KINDS.get(out.dtype, "float") if out else "float"

@@ -46,7 +46,7 @@ def _has_many_q_rows_per_request(f: SimpleNamespace) -> bool:
     return tokens > requests and tokens * f.q.shape[1] // f.k_cache.shape[2] >= _MIN_MEAN_ROWS * requests
 
 
-def _decode_reads_keys_once(f: SimpleNamespace, decode: ModuleType) -> bool:
+def _decode_reads_keys_once(f: SimpleNamespace, decode_module: ModuleType) -> bool:
     """Returns whether a call of `decode` has few enough rows that decode's kernels read each key once."""
     few = f.max_q_len * (f.q.shape[1] // f.k_cache.shape[2]) <= _MAX_DECODE_ROWS
-    return f.op == "decode" and few and decode.why_not(f) is None
+    return f.op == "decode" and few and decode_module.why_not(f) is None

@@ -25,15 +25,15 @@ def is_tested(version: str) -> bool:
     return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
 
 
-def triton_release_of_torch(version: str) -> str:
+def triton_release_of_nearest_torch(torch_version: str) -> str:
     """Returns the Triton release, like "3.6", of a PyTorch version; for an unknown one that of the nearest known."""
-    found = re.match(r"(\d+)\.(\d+)", version)
+    found = re.match(r"(\d+)\.(\d+)", torch_version)
     asked = (int(found[1]), int(found[2])) if found else max(OF_TORCH)
     major, minor = OF_TORCH[max((v for v in OF_TORCH if v <= asked), default=min(OF_TORCH))]
     return f"{major}.{minor}"
 
 
-def version_independent_compiler_options(fn: Any) -> dict[str, Any]:
+def options_overriding_triton_defaults(fn: Any) -> dict[str, Any]:
     """Returns the compiler options set on every version, whatever its defaults, so that all compile kernels alike.
 
     Triton 3.10 will no longer fuse multiply-adds by default. From 3.7 on it sets ptxas's register allocation to level
@@ -80,14 +80,20 @@ def _c_launcher_record_or_none(compiled: Any) -> Launcher | None:
             return None
         names = launch.__code__.co_freevars
         launch = dict(zip(names, (cell.cell_contents for cell in wrapped), strict=True))["launcher"]
-    order = _probe_launcher_argument_order(run)
-    if order is None:
+    recorded = _record_leading_args_and_is_packed_or_none(run)
+    if recorded is None:
         return None
-    before, packed = order
-    given = {FUNCTION: compiled.function, METADATA: compiled.packed_metadata, TOLD: None, ENTER: None, LEAVE: None}
-    fixed_args = tuple(given.get(id(x), x) for x in before)
+    before, packed = recorded
+    value_by_marker = {
+        FUNCTION: compiled.function,
+        METADATA: compiled.packed_metadata,
+        HOOK_METADATA: None,
+        ENTER: None,
+        EXIT: None,
+    }
+    fixed_args = tuple(value_by_marker.get(id(x), x) for x in before)
     n = 4 + len(fixed_args)
-    hooks_index = 4 + [id(x) for x in before].index(TOLD)
+    hooks_index = 4 + [id(x) for x in before].index(HOOK_METADATA)
 
     def pack(*args: Any) -> None:
         launch(*args[:n], args[n:])
@@ -100,22 +106,22 @@ def _c_launcher_record_or_none(compiled: Any) -> Launcher | None:
 
 # Markers for the arguments of Triton's launcher while its order is probed.
 _LAUNCHER_FIELDS = [object() for _ in range(11)]
-FUNCTION, METADATA, TOLD, ENTER, LEAVE = map(id, _LAUNCHER_FIELDS[4:9])
+FUNCTION, METADATA, HOOK_METADATA, ENTER, EXIT = map(id, _LAUNCHER_FIELDS[4:9])
 
 
-def _probe_launcher_argument_order(run: Any) -> tuple[tuple, bool] | None:
+def _record_leading_args_and_is_packed_or_none(triton_launcher: Any) -> tuple[tuple, bool] | None:
     """Returns (arguments between the stream and the kernel's own, with markers; whether the kernel's own come packed).
 
     Calls Triton's launcher with a recorder in place of the C function. None: the recorder got something other than
     grid, stream, the fixed arguments and the kernel's arguments.
     """
-    seen: list[tuple] = []
-    looking = copy.copy(run)
-    looking.launch = lambda *args: seen.append(args)
-    looking(*_LAUNCHER_FIELDS)
-    if len(seen) != 1 or [*map(id, seen[0][:4])] != [*map(id, _LAUNCHER_FIELDS[:4])]:
+    calls: list[tuple] = []
+    recorder = copy.copy(triton_launcher)
+    recorder.launch = lambda *args: calls.append(args)
+    recorder(*_LAUNCHER_FIELDS)
+    if len(calls) != 1 or [*map(id, calls[0][:4])] != [*map(id, _LAUNCHER_FIELDS[:4])]:
         return None
-    (got,), last = seen, [*map(id, _LAUNCHER_FIELDS[9:])]
+    (got,), last = calls, [*map(id, _LAUNCHER_FIELDS[9:])]
     packed = isinstance(got[-1], (tuple, list)) and [*map(id, got[-1])] == last
     if not packed and [*map(id, got[-2:])] != last:
         return None
@@ -123,8 +129,8 @@ def _probe_launcher_argument_order(run: Any) -> tuple[tuple, bool] | None:
     ids = [*map(id, before)]
     if any(ids.count(id(x)) != 1 for x in _LAUNCHER_FIELDS[4:9]):
         return None
-    told = ids.index(TOLD)
-    return (before, packed) if ids[told : told + 3] == [TOLD, ENTER, LEAVE] else None
+    i_hooks = ids.index(HOOK_METADATA)
+    return (before, packed) if ids[i_hooks : i_hooks + 3] == [HOOK_METADATA, ENTER, EXIT] else None
 
 
 def _tensor_map_kernel_args(

@@ -63,7 +63,7 @@ def append_kernel(
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return launch.why_not(f)
+    return launch.why_not_format_or_device(f)
 
 
 def configure(f: SimpleNamespace) -> LaunchSequence:
@@ -82,10 +82,10 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     if num_programs == 0:
         return LaunchSequence()
     unit = row_programs.common_stride_unit_of_tensors(f.k, f.v, f.k_cache, f.v_cache)
-    packed = [row_programs.num_tensors_accessed_in_pairs(f, unit, side) for side in "kv"]
+    packed = [row_programs.num_tensors_accessed_in_pairs_if_4bit(f, unit, side) for side in "kv"]
     if elements_per_program < row_programs.MAX_ELEMENTS:  # no thread holds two blocks of a row
         packed = [min(n, 1) for n in packed]
-    bounds = row_programs.slot_mapping_bounds(f, f.k_cache.shape[0])
+    bounds = row_programs.page_request_and_index_count_args(f, f.k_cache.shape[0])
     arguments = _TENSOR_ARGS | bounds | row_programs.channel_scale_strides(f) | {
         "k_quant_scale": f.k_scale, "v_quant_scale": f.v_scale,
         "strides_k": row_programs.strides_in_units(f.k, 2, unit),

@@ -61,7 +61,7 @@ def index_query_kernel(
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return launch.why_not(f)
+    return launch.why_not_format_or_device(f)
 
 
 def configure(f: SimpleNamespace) -> LaunchSequence:

@@ -19,7 +19,7 @@ _MAX_WORDS = 1 << 24  # of the workspace: 64 MB
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    reason = launch.why_not(f)
+    reason = launch.why_not_format_or_device(f)
     return reason or ("wants fewer than 2^31 columns" if f.scores.shape[-1] >= 2**31 - 1 else None)
 
 

@@ -110,7 +110,7 @@ def why_not(f: SimpleNamespace) -> str | None:
         return f"wants {fmt.name} rows that begin at even bytes, got strides {list(f.ckv.stride)}"
     if fmt.scale == UE8M0 and f.kv_c.shape[1] != 512:
         return f"wants {fmt.name} rows of 512 values, got {f.kv_c.shape[1]}"
-    return launch.why_not(f)
+    return launch.why_not_format_or_device(f)
 
 
 def configure(f: SimpleNamespace) -> LaunchSequence:
@@ -139,7 +139,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     max_pos, stride = (f.cos_sin_cache.shape[0], f.cos_sin_cache.stride[0]) if f.cos_sin_cache else (0, 0)
     # The rotary part of a row with group scales is 16-bit, and is not scaled.
     pe_format = f.format if latent_format(f.format).scale == TENSOR else "bf16"
-    arguments = _TENSOR_ARGS | row_programs.slot_mapping_bounds(f, f.ckv.shape[0]) | {
+    arguments = _TENSOR_ARGS | row_programs.page_request_and_index_count_args(f, f.ckv.shape[0]) | {
         "q_quant_scale": f.q_scale, "kv_quant_scale": f.kv_scale,
         "strides_q_rope": row_programs.strides_in_units(f.q_rope, 2, unit),
         "strides_q_nope": row_programs.strides_in_units(f.q_nope, 2, unit),
@@ -157,7 +157,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "ROWS_R": rope.rows, "ROWS_N": nope.rows,
         "PAGE": f.ckv.shape[1], "INTERLEAVED": f.interleaved,
         "FORMAT": row_programs.stored_format(f.format, dim=rank), "PE_FORMAT": row_programs.stored_format(pe_format),
-        "QUERY_KIND": row_programs.query_output_kind(f), "ZERO_PADDING": f.zero_padding,
+        "QUERY_KIND": row_programs.query_output_cast_kind(f), "ZERO_PADDING": f.zero_padding,
         "SCALE_T_MULTIPLIES": f.scales_quantize,
         "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f), "STRIDE_UNIT": unit, "USE_PDL": row_programs.uses_pdl(f),
     }  # fmt: skip

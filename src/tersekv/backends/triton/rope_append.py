@@ -108,7 +108,7 @@ def rope_append_kernel(
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return launch.why_not(f)
+    return launch.why_not_format_or_device(f)
 
 
 def configure(f: SimpleNamespace) -> LaunchSequence:
@@ -141,9 +141,9 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     rows = (f.q_rope, f.q_nope, f.k_rope, f.k_nope, f.v, f.q_rope_out, f.q_nope_out)
     unit = row_programs.common_stride_unit_of_tensors(*rows, f.k_cache, f.v_cache)
     names = ("q_rope", "q_nope", "k_rope", "k_nope", "v", "q_rope_out", "q_nope_out")
-    arguments: dict[str, Any] = dict(_TENSOR_ARGS)
+    arguments: dict[str, Any] = _TENSOR_ARGS | row_programs.page_request_and_index_count_args(f, f.k_cache.shape[0])
     arguments |= {f"strides_{n}": row_programs.strides_in_units(x, 2, unit) for n, x in zip(names, rows, strict=True)}
-    arguments |= row_programs.slot_mapping_bounds(f, f.k_cache.shape[0]) | row_programs.channel_scale_strides(f) | {
+    arguments |= row_programs.channel_scale_strides(f) | {
         "q_quant_scale": f.q_scale, "k_quant_scale": f.k_scale, "v_quant_scale": f.v_scale,
         "strides_k_codes": row_programs.strides_in_units(f.k_cache, 3, unit),
         "strides_v_codes": row_programs.strides_in_units(f.v_cache, 3, unit),
@@ -156,12 +156,12 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "ROWS_R": rope.rows, "ROWS_N": nope.rows, "ROWS_K": k.rows, "ROWS_V": v.rows, "PAGE": f.k_cache.shape[1],
         "INTERLEAVED": f.interleaved, "K_FORMAT": row_programs.stored_format(formats[0]),
         "V_FORMAT": row_programs.stored_format(formats[1]),
-        "QUERY_KIND": row_programs.query_output_kind(f),
+        "QUERY_KIND": row_programs.query_output_cast_kind(f),
         "K_SCALE_PER_HEAD": row_programs.per_head(f.k_scale_t), "V_SCALE_PER_HEAD": row_programs.per_head(f.v_scale_t),
         "ZERO_PADDING": f.zero_padding, "SCALE_T_MULTIPLIES": f.scales_quantize,
         "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f),
         "STRIDE_UNIT": unit, "SPLIT_HALVES": split_halves,
-        "V_PACKED_READ_MODE": min(row_programs.num_tensors_accessed_in_pairs(f, unit, "v"), 1),
+        "V_PACKED_READ_MODE": min(row_programs.num_tensors_accessed_in_pairs_if_4bit(f, unit, "v"), 1),
         "USE_PTX": launch.has_ptx(f), "USE_PDL": row_programs.uses_pdl(f),
         "PDL_LAUNCH_LATE": any(
             row_programs.launches_dependents_late(name, elements_per_program, row_programs.SIZES[1])

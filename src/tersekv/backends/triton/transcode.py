@@ -463,7 +463,9 @@ def why_not(f: SimpleNamespace) -> str | None:
     if rows >= _MAX_ROWS:
         return f"counts rows in 32 bits, got {rows} of K"
     names = f.src_format, f.src_v_format, f.format, f.v_format
-    reasons = (launch.why_not(SimpleNamespace(format=name, arch=f.arch, device=f.device)) for name in names)
+    reasons = (
+        launch.why_not_format_or_device(SimpleNamespace(format=name, arch=f.arch, device=f.device)) for name in names
+    )
     return next(filter(None, reasons), None)
 
 

@@ -14,10 +14,10 @@ from ....formats import pair_of
 from ...host import launch
 from ...host.attention_launches import (
     attention_launches,
-    epilogue_softmax_scale_and_varlen_constants,
     facts_for_kernel_choice,
-    min_split_key_blocks,
+    min_split_blocks_if_batch_invariant,
     output_and_workspace_args,
+    output_lse_softmax_scale_and_varlen_constants,
     page_table_lengths_and_softmax_scale_args,
     split_and_combine_launches,
 )
@@ -32,7 +32,13 @@ from ...host.bind import (
     tensor_args,
 )
 from ...host.kernel_config import KernelConfig
-from ...host.key_lists import NO_LISTS, KeyListConfig, facts_with_rows_as_requests, key_list_args, key_list_config
+from ...host.key_lists import (
+    NO_LISTS,
+    KeyListConfig,
+    facts_with_listed_rows_as_requests,
+    key_list_args,
+    key_list_config,
+)
 from ..parts.combine import combine_batch_invariant_kernel, combine_by_split_metadata_kernel
 from ..parts.kv_cache_args import (
     StoredRowFormat,
@@ -127,9 +133,9 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> Config:
     lists, list_args = key_list_config(f), key_list_args(f, 0)
-    f = facts_with_rows_as_requests(f, f.k_cache.shape[1])
+    f = facts_with_listed_rows_as_requests(f, f.k_cache.shape[1])
     t = choose_tile_config(facts_for_kernel_choice(f), pair_of(f)[0])
-    caches = _kv_host_descriptor_args(f, t)
+    caches = _kv_host_descriptor_args_or_empty(f, t)
     cfg = replace(kernel_constants(f, t, bool(caches)), LIST=lists)
     options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.num_stages}
     if launch.has_ptx(f):
@@ -164,11 +170,13 @@ def configure(f: SimpleNamespace) -> Config:
     ))  # fmt: skip
 
 
-def kernel_constants(f: SimpleNamespace, tile: TileConfig, tma: bool) -> Constants:
+def kernel_constants(f: SimpleNamespace, tile: TileConfig, use_tma: bool) -> Constants:
     return Constants(
         **format_constants(f),
-        **_shape_tile_and_split_constants(f, tile, tma),
-        **_mask_sinks_scale_and_output_constants(f),
+        **_shape_tile_and_split_constants(f, tile, use_tma),
+        **output_lse_softmax_scale_and_varlen_constants(f),
+        HAS_MASK=f.mask is not None,
+        **window_sinks_softcap_and_scale_constants(f),
     )
 
 
@@ -202,17 +210,10 @@ def _shape_tile_and_split_constants(f: SimpleNamespace, tile: TileConfig, use_tm
         "PARTIAL_COLUMNS": pack * columns["BLOCK_DV"] + 2,
         "COMBINE_SPLITS": 16,
         "COMBINE_COLUMNS": pack * columns["BLOCK_DV"],
-        "SPLIT_BLOCKS": min_split_key_blocks(f, tile.block_n),
+        "SPLIT_BLOCKS": min_split_blocks_if_batch_invariant(f, tile.block_n),
         "INT64_OFFSETS": launch.offsets_within_page_exceed_int32(
             (f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache)
         ),
-    }
-
-
-def _mask_sinks_scale_and_output_constants(f: SimpleNamespace) -> dict[str, Any]:
-    return epilogue_softmax_scale_and_varlen_constants(f) | {
-        "HAS_MASK": f.mask is not None,
-        **window_sinks_softcap_and_scale_constants(f),
     }
 
 
@@ -222,7 +223,7 @@ def _stride_args(f: SimpleNamespace) -> dict[str, int]:
     return found | {"stride_mask_t": f.mask.stride[0] if f.mask is not None else 0}
 
 
-def _kv_host_descriptor_args(f: SimpleNamespace, tile: TileConfig) -> dict[str, TensorMapArg]:
+def _kv_host_descriptor_args_or_empty(f: SimpleNamespace, tile: TileConfig) -> dict[str, TensorMapArg]:
     """Returns K and V as tensor descriptors of 16-bit words where each is a matrix; else nothing (pointers)."""
     if f.indices is not None or not tile.use_tma or f.k_cache.shape[1] % tile.block_n or not launch.has_tma(f):
         return {}
@@ -231,15 +232,15 @@ def _kv_host_descriptor_args(f: SimpleNamespace, tile: TileConfig) -> dict[str, 
     for argument, name, x, fmt in sides:
         pack = pack_factor(fmt)
         words = x.shape[2] // pack
-        matrix_layout = _matrix_layout_in_16bit_words_or_none(getattr(f, name), words)
-        if matrix_layout is None:
+        rows_pitch_columns = _rows_pitch_columns_in_16bit_words_or_none(getattr(f, name), words)
+        if rows_pitch_columns is None:
             return {}
         block = max(16, launch.next_power_of_2(words))
         found[argument] = TensorMapArg(
             name,
             partial(
                 _host_descriptor_of_16bit_words,
-                matrix_layout=matrix_layout,
+                rows_pitch_columns=rows_pitch_columns,
                 codes_per_word=pack,
                 block_n=tile.block_n,
                 block_words=block,
@@ -258,7 +259,7 @@ def _rows_per_head(x: Any) -> int:
     return x.stride[2] // x.stride[1] if x.stride[2] >= x.stride[1] else 0
 
 
-def _matrix_layout_in_16bit_words_or_none(cache: Any, words_per_head: int) -> tuple[int, int, int] | None:
+def _rows_pitch_columns_in_16bit_words_or_none(cache: Any, words_per_head: int) -> tuple[int, int, int] | None:
     """Returns a cache as one matrix of slots, in 16-bit words: (rows, row pitch, columns); None where strides do not
     allow it.
 
@@ -288,9 +289,9 @@ def _matrix_layout_in_16bit_words_or_none(cache: Any, words_per_head: int) -> tu
 
 
 def _host_descriptor_of_16bit_words(
-    cache: torch.Tensor, matrix_layout: tuple[int, int, int], codes_per_word: int, block_n: int, block_words: int
+    cache: torch.Tensor, rows_pitch_columns: tuple[int, int, int], codes_per_word: int, block_n: int, block_words: int
 ) -> TensorDescriptor:
-    rows, pitch, columns = matrix_layout
+    rows, pitch, columns = rows_pitch_columns
     words = cache.view(torch.int16) if codes_per_word > 1 else cache
     base = words if launch.interpreting() else launch.RawAddress(words)
     return TensorDescriptor(base, [rows, columns], [pitch, 1], [block_n, block_words])

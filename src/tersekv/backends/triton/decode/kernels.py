@@ -21,7 +21,7 @@ from ..parts.tile_scheduler import (
     store_empty_output_of_padding_rows,
     token_and_head_of_q_rows,
 )  # fmt: skip
-from .mainloop import load_transposed_16bit_q_tiles_and_q_scale, mainloop, unrotate_acc
+from .mainloop import load_transposed_16bit_q_tiles_and_q_scale, mainloop_row_max_row_sum_acc_o, unrotate_acc
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def stream_k_decode_kernel(
                 h, cfg,
             )  # fmt: skip
             # Main loop
-            row_max, row_sum, acc_o = mainloop(
+            row_max, row_sum, acc_o = mainloop_row_max_row_sum_acc_o(
                 K, V, K_SCALES, V_SCALES,
                 page_table_row_ptr_or_key_list(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg), MASK,
                 q, scale * q_scale, softcap,

@@ -1,5 +1,5 @@
-"""The main loop of paged decode: one work tile's key blocks, any format, any page size. The mask is in `is_visible`;
-online softmax, rescale and PV are in `softmax_and_pv_step`."""
+"""The main loop of paged decode: one work tile's key blocks, any format, any page size. The mask is in
+`visible_mask_n_by_m`; online softmax, rescale and PV are in `softmax_and_pv_step`."""
 
 import triton
 import triton.language as tl
@@ -161,7 +161,7 @@ def load_stored_scales(XS, page_ids, n_block, m_n, stride_page, stride_slot, str
 
 
 @triton.jit
-def load_stored_kv_scales(
+def load_stored_kv_scales_unrolled(
     K_SCALES, V_SCALES, page_ids, n_block, num_keys, h, stride_k_scales_p, stride_k_scales_s, stride_k_scales_h,
     stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, UNROLL: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
@@ -191,7 +191,7 @@ def load_stored_kv_scales(
 
 
 @triton.jit
-def is_visible(n_block, num_keys, seqlen_q, row_begin, q_begin, m_n, MASK, stride_mask_t, cfg: tl.constexpr):
+def visible_mask_n_by_m(n_block, num_keys, seqlen_q, row_begin, q_begin, m_n, MASK, stride_mask_t, cfg: tl.constexpr):
     """Returns which keys of n_block each query row sees: [BLOCK_N, BLOCK_M]."""
     o_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
     o_q = (row_begin + tl.arange(0, cfg.BLOCK_M)) // cfg.GROUP  # draft token of a row
@@ -247,7 +247,7 @@ def compute_scores(K, k_scales, MASK, q, score_scale, softcap, page_id, n_block,
         s = tl.where(m_n[:, None], s, float("-inf"))
     elif MASKED:
         s = tl.where(
-            is_visible(n_block, num_keys, seqlen_q, row_begin, q_begin, m_n, MASK, stride_mask_t, cfg),
+            visible_mask_n_by_m(n_block, num_keys, seqlen_q, row_begin, q_begin, m_n, MASK, stride_mask_t, cfg),
             s,
             float("-inf"),
         )
@@ -312,7 +312,7 @@ def keys_visible_to_any_row(n_block, num_keys, seqlen_q, cfg: tl.constexpr):
 
 
 @triton.jit
-def compute_v_scaled_scores_and_inv_v_scales(
+def v_scaled_scores_and_inv_v_scales_unrolled(
     K, k_scales, v_scales, MASK, q, score_scale, softcap, page_ids, n_block, num_keys, seqlen_q, row_begin, q_begin,
     h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, UNROLL: tl.constexpr, MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
@@ -339,7 +339,7 @@ def compute_v_scaled_scores_and_inv_v_scales(
 @triton.jit
 def softmax_and_pv_step(V, prefetched_v, v_scales, s, inv_v_scales, row_max, row_sum, acc_o, page_ids, n_block,
                         num_keys, seqlen_q, h, stride_v_p, stride_v_s, stride_v_h, UNROLL: tl.constexpr,
-                        MASKED: tl.constexpr, V_PREFETCHED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
+                        V_MASKED: tl.constexpr, V_PREFETCHED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
     """Runs online softmax over the scores of UNROLL key blocks, then PV. V_PREFETCHED: V is in registers already."""
     PACK: tl.constexpr = cfg.PACK
     # Online softmax: row_max, and the rescale of row_sum and acc_o
@@ -365,17 +365,19 @@ def softmax_and_pv_step(V, prefetched_v, v_scales, s, inv_v_scales, row_max, row
         else:
             # Read from shared memory only now: earlier, packed V would hold registers through the softmax.
             v = load_v_blocks(
-                V, (page_ids[j],), n_block + j, num_keys, h, stride_v_p, stride_v_s, stride_v_h, 1, MASKED, cfg
+                V, (page_ids[j],), n_block + j, num_keys, h, stride_v_p, stride_v_s, stride_v_h, 1, V_MASKED, cfg
             )[0]
-        rescaled_acc = accumulate_pv(rescaled_acc, v, v_scales, p, n_block + j, num_keys, seqlen_q, j, MASKED, cfg)
+        rescaled_acc = accumulate_pv(rescaled_acc, v, v_scales, p, n_block + j, num_keys, seqlen_q, j, V_MASKED, cfg)
     return row_max_new, row_sum, rescaled_acc
 
 
 @triton.jit
-def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, score_scale, softcap, n_block_begin, n_block_end, num_keys,
-             seqlen_q, row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h,
-             stride_k_scales_p, stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s,
-             stride_v_scales_h, stride_mask_t, cfg: tl.constexpr):  # fmt: skip
+def mainloop_row_max_row_sum_acc_o(
+    K, V, K_SCALES, V_SCALES, key_source, MASK, q, score_scale, softcap, n_block_begin, n_block_end, num_keys, seqlen_q,
+    row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_k_scales_p,
+    stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, stride_mask_t,
+    cfg: tl.constexpr,
+):  # fmt: skip
     """Returns (row_max, row_sum, PACK tiles acc_o [BLOCK_DV, BLOCK_M]) over key blocks [n_block_begin, n_block_end)."""
     PACK: tl.constexpr = cfg.PACK
     row_max = tl.full([cfg.BLOCK_M], float("-inf"), tl.float32)
@@ -401,7 +403,7 @@ def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, score_scale, softcap
     # to this range it would cover these loads too; since the next iteration needs them, Triton would then pipeline
     # nothing, as it does where a value is carried over two iterations.
     page_ids = load_page_ids_or_listed_keys_unrolled(key_source, unmasked_begin, num_keys, cfg.UNROLL, cfg)
-    k_scales, v_scales = load_stored_kv_scales(
+    k_scales, v_scales = load_stored_kv_scales_unrolled(
         K_SCALES, V_SCALES, page_ids, unmasked_begin, num_keys, h, stride_k_scales_p, stride_k_scales_s,
         stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, cfg.UNROLL, cfg,
     )  # fmt: skip
@@ -415,11 +417,11 @@ def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, score_scale, softcap
         next_page_ids = load_page_ids_or_listed_keys_unrolled(
             key_source, n_block + cfg.UNROLL, num_keys, cfg.UNROLL, cfg
         )
-        s, inv_v_scales = compute_v_scaled_scores_and_inv_v_scales(
+        s, inv_v_scales = v_scaled_scores_and_inv_v_scales_unrolled(
             K, k_scales, v_scales, MASK, q, score_scale, softcap, page_ids, n_block, num_keys, seqlen_q, row_begin,
             q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, cfg.UNROLL, LISTED, cfg,
         )  # fmt: skip
-        next_k_scales, next_v_scales = load_stored_kv_scales(
+        next_k_scales, next_v_scales = load_stored_kv_scales_unrolled(
             K_SCALES, V_SCALES, next_page_ids, n_block + cfg.UNROLL, num_keys, h, stride_k_scales_p, stride_k_scales_s,
             stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, cfg.UNROLL, cfg,
         )  # fmt: skip
@@ -443,11 +445,11 @@ def mainloop(K, V, K_SCALES, V_SCALES, key_source, MASK, q, score_scale, softcap
                 unmasked_end + i - (unmasked_begin - n_block_begin),
             )
             page_ids_here = load_page_ids_or_listed_keys_unrolled(key_source, n_block, num_keys, 1, cfg)
-            k_scales_here, v_scales_here = load_stored_kv_scales(
+            k_scales_here, v_scales_here = load_stored_kv_scales_unrolled(
                 K_SCALES, V_SCALES, page_ids_here, n_block, num_keys, h, stride_k_scales_p, stride_k_scales_s,
                 stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, 1, cfg,
             )  # fmt: skip
-            s, inv_v_scales = compute_v_scaled_scores_and_inv_v_scales(
+            s, inv_v_scales = v_scaled_scores_and_inv_v_scales_unrolled(
                 K, k_scales_here, v_scales_here, MASK, q, score_scale, softcap, page_ids_here, n_block, num_keys,
                 seqlen_q, row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, 1, True, cfg,
             )  # fmt: skip

@@ -25,10 +25,10 @@ from ....formats import (
 from ...host import launch
 from ...host.attention_launches import (
     attention_launches,
-    epilogue_softmax_scale_and_varlen_constants,
     facts_for_kernel_choice,
-    min_split_key_blocks,
+    min_split_blocks_if_batch_invariant,
     output_and_workspace_args,
+    output_lse_softmax_scale_and_varlen_constants,
     page_table_lengths_and_softmax_scale_args,
     split_and_combine_launches,
 )
@@ -40,8 +40,8 @@ from ...host.bind import (
     KernelLaunch,
     LaunchSequence,
     TensorMapArg,
-    common_stride_unit,
     stride_args,
+    stride_unit_to_prove_alignment,
     tensor_args,
 )
 from ...host.kernel_config import KernelConfig
@@ -49,7 +49,7 @@ from ...host.key_lists import (
     NO_LISTS,
     KeyListConfig,
     facts_of_extra_key_set,
-    facts_with_rows_as_requests,
+    facts_with_listed_rows_as_requests,
     key_list_args,
     key_list_config,
 )
@@ -123,7 +123,7 @@ class Constants(KernelConfig):
     V_RESIDUAL_SCALE: float = 1.0
     SPLIT_BLOCKS: int = 0  # least key blocks of a split, by request length; 0: equal ranges
     INT64_OFFSETS: bool = False  # a page is longer than int32 counts
-    CKV_STRIDE_UNIT: int = 1  # of the latent rows' strides, in 16-bit words, by `common_stride_unit`
+    CKV_STRIDE_UNIT: int = 1  # of the latent rows' strides, in 16-bit words, by `stride_unit_to_prove_alignment`
     KPE_STRIDE_UNIT: int = 1  # of the rotary parts' strides
     UNSPLIT: bool = False  # of the Gluon kernels: a CTA has one work tile, and nothing is split
     GATHER_ROWS: bool = False  # of the Gluon kernels: rows of listed keys are copied by pointer
@@ -155,7 +155,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 
 def _why_not_one_key_set(f: SimpleNamespace) -> str | None:
-    reason = launch.why_not(f)
+    reason = launch.why_not_format_or_device(f)
     if reason:
         return reason
     fmt = latent_format(f.format)
@@ -198,7 +198,7 @@ def configure_one_key_set(f: SimpleNamespace) -> Config:
     """Returns the configuration of a call over one set of keys."""
     lists = key_list_config(f)
     list_args = key_list_args(f, f.ckv.shape[1] * (f.ckv.shape[0] if lists.CAUSAL else f.page_table.shape[1]))
-    f, fmt = facts_with_rows_as_requests(f, f.ckv.shape[1]), latent_format(f.format)
+    f, fmt = facts_with_listed_rows_as_requests(f, f.ckv.shape[1]), latent_format(f.format)
     t = choose_tile_config(facts_for_kernel_choice(f), fmt)
     heads = f.q_nope.shape[1]
     # Blocks of heads read the same rows side by side; where heads do not fill them, rows form more work tiles.
@@ -206,7 +206,7 @@ def configure_one_key_set(f: SimpleNamespace) -> Config:
     cache_matrices = _ckv_and_kpe_matrices_for_tma_or_empty(f, t.block_n) if t.use_tma else ()
     cfg = Constants(
         **_latent_format_and_operand_constants(f, fmt), **_shape_tile_and_partial_layout_constants(f, fmt, t, blocks,
-        bool(cache_matrices)), **epilogue_softmax_scale_and_varlen_constants(f), **_sinks_and_v_scale_constants(f),
+        bool(cache_matrices)), **output_lse_softmax_scale_and_varlen_constants(f), **_sinks_and_v_scale_constants(f),
         LIST=lists,
     )  # fmt: skip
     options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.num_stages}
@@ -307,10 +307,10 @@ def _shape_tile_and_partial_layout_constants(
         else tile.block_m,
         "PARTIAL_COLUMNS": pack * block_dv + 2,
         "COMBINE_COLUMNS": pack * block_dv,
-        "SPLIT_BLOCKS": min_split_key_blocks(f, tile.block_n),
+        "SPLIT_BLOCKS": min_split_blocks_if_batch_invariant(f, tile.block_n),
         "INT64_OFFSETS": launch.offsets_within_page_exceed_int32((f.ckv, f.kpe, f.ckv_scale_cache)),
-        "CKV_STRIDE_UNIT": common_stride_unit(f.ckv, _packed_strides(f.ckv), 8),
-        "KPE_STRIDE_UNIT": common_stride_unit(_rotary_part(f), _packed_strides(_rotary_part(f)), 8),
+        "CKV_STRIDE_UNIT": stride_unit_to_prove_alignment(f.ckv, _packed_strides(f.ckv), 8),
+        "KPE_STRIDE_UNIT": stride_unit_to_prove_alignment(_rotary_part(f), _packed_strides(_rotary_part(f)), 8),
     }
 
 
@@ -324,7 +324,7 @@ def _ckv_and_kpe_stride_args_in_stride_units(f: SimpleNamespace) -> dict[str, in
     found: dict[str, int] = {}
     for prefix, x in (("stride_ckv_", f.ckv), ("stride_kpe_", _rotary_part(f))):
         distances = _packed_strides(x)
-        step = common_stride_unit(x, distances, 8)
+        step = stride_unit_to_prove_alignment(x, distances, 8)
         found |= {prefix + letter: n // step for letter, n in zip("ps", distances, strict=True)}
     return found
 

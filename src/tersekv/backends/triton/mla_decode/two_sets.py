@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ...host import launch
-from ...host.attention_launches import epilogue_and_softmax_scale_constants, output_and_workspace_args
+from ...host.attention_launches import output_and_workspace_args, output_lse_and_softmax_scale_constants
 from ...host.bind import HostAction, KernelLaunch, LaunchSequence, Workspace, tensor_args
 from ...host.kernel_config import KernelConfig
 from ..parts.combine import cast_output, load_device_scale_else_host_scale
@@ -102,7 +102,7 @@ def pass_and_merge_launches(f: SimpleNamespace, launches_of_passes: list[Any]) -
         own = {"out": f"OUT_{i}", "lse": f"LSE_{i}", "sinks": None, "out_scale_t": None}
         kernels += [kernel.with_renamed_tensors(names | own) for kernel in launches.kernel_launches]
         num_floats = max(num_floats, launches.workspace.num_floats if launches.workspace else 0)
-    constants = epilogue_and_softmax_scale_constants(f)
+    constants = output_lse_and_softmax_scale_constants(f)
     constants.pop("HAS_SOFTMAX_SCALE")
     block = launch.next_power_of_2(rank)
     cfg = MergeConstants(**constants, HAS_SINKS=f.sinks is not None, LSE_OF_KEYS=f.lse_of_keys, L=rank, BLOCK_L=block)

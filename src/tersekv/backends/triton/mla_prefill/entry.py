@@ -18,7 +18,7 @@ MAX_CACHED_WORKSPACE = 8 << 20  # bytes of workspace kept for the next call: an 
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    reason = launch.why_not(f)
+    reason = launch.why_not_format_or_device(f)
     if reason is not None:
         return reason
     dim_v, rope, rank = f.out.shape[2], f.kpe.shape[-1], f.ckv.shape[-1]

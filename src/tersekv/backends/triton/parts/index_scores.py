@@ -345,7 +345,7 @@ def _store_minus_inf_scores(OUT, o_out, m_out, column_begin, column_end, cfg: tl
 
 def why_not_scores(f: SimpleNamespace) -> str | None:
     """Returns why the kernel cannot score a call; None: it can."""
-    reason = launch.why_not(f)
+    reason = launch.why_not_format_or_device(f)
     if reason:
         return reason
     if f.page_table.shape[1] * f.k_cache.shape[1] >= 2**31 - BLOCK_N * f.block:

@@ -10,13 +10,13 @@ import torch
 
 from ....formats import BLOCK, TOKEN_HEAD, KVFormat, pair_of
 from ...host import launch
-from ...host.bind import common_stride_unit, stride_args, tensor_args
+from ...host.bind import stride_args, stride_unit_to_prove_alignment, tensor_args
 from ...host.kernel_config import KernelConfig
 
 
 def why_not_kv_cache(f: SimpleNamespace) -> str | None:
     """Returns why these kernels cannot read the caches and the query, or None."""
-    reason = launch.why_not(f)
+    reason = launch.why_not_format_or_device(f)
     if reason:
         return reason
     for name in ("k_cache", "v_cache"):
@@ -39,7 +39,7 @@ class StoredRowFormat(KernelConfig):
     BLOCK_SCALES: bool
     E4M3_BY_HAND: bool  # there is no type for e4m3: block scales come as uint8
     USE_PTX: bool  # dequantize by PTX
-    STRIDE_UNIT: int  # in packed words, by `common_stride_unit`
+    STRIDE_UNIT: int  # in packed words, by `stride_unit_to_prove_alignment`
     SCALE_STRIDE_UNIT: int  # strides of block scales, in bytes
 
 
@@ -76,8 +76,8 @@ def format_constants(f: SimpleNamespace) -> dict[str, Any]:
             BLOCK_SCALES=fmt.scale == BLOCK,
             E4M3_BY_HAND=by_hand,
             USE_PTX=launch.has_ptx(f),
-            STRIDE_UNIT=common_stride_unit(x, packed_strides(x), 8),
-            SCALE_STRIDE_UNIT=common_stride_unit(s, s.stride[:3], 16) if fmt.scale == BLOCK else 1,
+            STRIDE_UNIT=stride_unit_to_prove_alignment(x, packed_strides(x), 8),
+            SCALE_STRIDE_UNIT=stride_unit_to_prove_alignment(s, s.stride[:3], 16) if fmt.scale == BLOCK else 1,
         )
         for fmt, x, s in ((k, f.k_cache, f.k_scale_cache), (v, f.v_cache, f.v_scale_cache))
     )

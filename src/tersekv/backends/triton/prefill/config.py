@@ -36,28 +36,32 @@ _TILES_WIDE_NEW_ROWS = TileConfig(128, 32, 3, 8)
 
 def choose_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat) -> TileConfig:
     group = f.q.shape[1] // max(f.k_cache.shape[2], 1)
-    values, width = (launch.next_power_of_2(n) for n in (f.out.shape[2], max(f.q.shape[2], f.out.shape[2])))
-    from_shared = f.arch is not None and 90 <= f.arch < 120  # the matrix unit reads shared memory
-    t = _shared_operand_tile_config(f, k, v, width) if from_shared else _register_operand_tile_config(width, values)
+    values, max_head_dim = (launch.next_power_of_2(n) for n in (f.out.shape[2], max(f.q.shape[2], f.out.shape[2])))
+    operands_in_smem = f.arch is not None and 90 <= f.arch < 120  # the matrix unit reads shared memory
+    t = (
+        _smem_operand_tile_config(f, k, v, max_head_dim)
+        if operands_in_smem
+        else _register_operand_tile_config(max_head_dim, values)
+    )
     # ptxas 12.8 never moves the address of values of at most 64 bytes a row to the uniform registers in which offsets
     # are added, so that products read outside shared memory.
-    if from_shared and values <= 32:
+    if operands_in_smem and values <= 32:
         t = t._replace(block_n=min(t.block_n, 32))
     # Blocks are not shared between requests: of few rows, a smaller one wastes less.
     needed = max(16, launch.next_power_of_2(f.max_q_len * group))
     if needed < 64:
         t = t._replace(block_n=min(t.block_n, 32 if {TOKEN_HEAD, BLOCK} & {k.scale, v.scale} else 64))
     if needed < t.block_m:
-        t = _with_block_m_and_warps(t, needed, width, from_shared)
-        if width > 128 and k.storage.itemsize == 2:
+        t = _with_block_m_and_warps(t, needed, max_head_dim, operands_in_smem)
+        if max_head_dim > 128 and k.storage.itemsize == 2:
             t = t._replace(block_n=min(t.block_n, 32))  # 64 rows of heads of 256, bf16: 345 (64 keys: 157; fp8: 268)
     while not _fits_shared_memory(t, f, k, v):
         if t.num_stages > 2:
             t = t._replace(num_stages=2)
-        elif width > 128 and t.block_n > 32:
+        elif max_head_dim > 128 and t.block_n > 32:
             t = t._replace(block_n=32)
         elif t.block_m > 64:
-            t = _with_block_m_and_warps(t, 64, width, from_shared)
+            t = _with_block_m_and_warps(t, 64, max_head_dim, operands_in_smem)
         elif t.block_n > 16:
             t = t._replace(block_n=t.block_n // 2)
         elif t.block_m > 16:
@@ -67,7 +71,7 @@ def choose_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat) -> TileConf
     return t
 
 
-def _shared_operand_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat, max_head_dim: int) -> TileConfig:
+def _smem_operand_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat, max_head_dim: int) -> TileConfig:
     if max_head_dim > 256:
         return TileConfig(32, 16, 2, 8)
     if max_head_dim > 128:
@@ -88,9 +92,9 @@ def _register_operand_tile_config(max_head_dim: int, value_dim: int) -> TileConf
     return TileConfig(128, 64 if max_head_dim <= 64 else 32, 3, 8)
 
 
-def _with_block_m_and_warps(t: TileConfig, block_m: int, width: int, from_shared: bool) -> TileConfig:
+def _with_block_m_and_warps(t: TileConfig, block_m: int, max_head_dim: int, operands_in_smem: bool) -> TileConfig:
     # A product of 64 rows is of four warps; of heads of 256, four hold the accumulators where one is of 64 rows.
-    few_warps = block_m <= 64 and (width <= 128 or (width <= 256 and block_m == 64 and from_shared))
+    few_warps = block_m <= 64 and (max_head_dim <= 128 or (max_head_dim <= 256 and block_m == 64 and operands_in_smem))
     return t._replace(block_m=block_m, num_warps=4 if few_warps else 8)
 
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from ....formats import pair_of
 from ...host import launch
 from ...host.attention_launches import (
-    epilogue_and_softmax_scale_constants,
     facts_for_kernel_choice,
     has_no_work,
+    output_lse_and_softmax_scale_constants,
     query_offset_args,
     write_empty_outputs,
 )
@@ -152,7 +152,7 @@ def configure(f: SimpleNamespace) -> Config:
 
 
 def _fixed_split_launches(
-    f: SimpleNamespace, cfg: Constants, programs: int, arguments: dict[str, Any], tile: TileConfig
+    f: SimpleNamespace, cfg: Constants, num_programs: int, arguments: dict[str, Any], tile: TileConfig
 ) -> LaunchSequence:
     """Returns the launches of a prefill-invariant call: a program for each split where whole rows would leave
     multiprocessors idle, and the combine; else a program for all splits. Contracted to fused multiply-adds, expressions
@@ -161,18 +161,18 @@ def _fixed_split_launches(
     of_prefill = options | {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     rows = min(cfg.BLOCK_M, f.max_q_len * cfg.GROUP)
     splits = max(1, -(-f.page_table.shape[1] * cfg.PAGE // cfg.SPLIT_KEYS))
-    workspace = programs * splits * rows * (cfg.PACK * cfg.BLOCK_DV + 2)
-    if splits == 1 or programs >= launch.num_sms(f) or workspace > _MAX_WORKSPACE:
+    workspace = num_programs * splits * rows * (cfg.PACK * cfg.BLOCK_DV + 2)
+    if splits == 1 or num_programs >= launch.num_sms(f) or workspace > _MAX_WORKSPACE:
         arguments = arguments | {"SPLIT_WORKSPACE": None}
-        return LaunchSequence(KernelLaunch(prefill_kernel, (programs,), arguments, **of_prefill))
+        return LaunchSequence(KernelLaunch(prefill_kernel, (num_programs,), arguments, **of_prefill))
     cfg = replace(cfg, PARTIAL_ROWS=rows)
     split = arguments | tensor_args(SPLIT_WORKSPACE=WORKSPACE) | {"cfg": cfg}
     names = ("SEQ_LENS", "CU_SEQLENS_Q", "SINKS", "OUT", "LSE", "SPLIT_WORKSPACE", "v_scale", "V_SCALE", "out_scale",
              "OUT_SCALE", "B", "stride_out_t", "stride_out_h", "stride_lse_t", "stride_lse_h", "cfg")  # fmt: skip
     merge = {name: split[name] for name in names} | {"num_splits": splits}
     return LaunchSequence(
-        KernelLaunch(prefill_kernel, (programs, splits), split, **of_prefill),
-        KernelLaunch(combine_in_order_kernel, (programs, rows), merge, num_warps=4, **options),
+        KernelLaunch(prefill_kernel, (num_programs, splits), split, **of_prefill),
+        KernelLaunch(combine_in_order_kernel, (num_programs, rows), merge, num_warps=4, **options),
         workspace=Workspace(workspace),
     )
 
@@ -181,7 +181,7 @@ def kernel_constants(f: SimpleNamespace, tile: TileConfig) -> Constants:
     return Constants(
         **format_constants(f),
         **window_sinks_softcap_and_scale_constants(f),
-        **epilogue_and_softmax_scale_constants(f),
+        **output_lse_and_softmax_scale_constants(f),
         **_shape_and_tile_constants(f, tile),
     )
 

@@ -22,9 +22,9 @@ from .mainloop import (
     KVOperand,
     StridedRows,
     column_scales,
-    load_query_rows,
+    load_query_rows_as_fp32,
     mainloop,
-    to_query_tiles_and_score_scale,
+    to_16bit_query_tiles_and_score_scale,
     transpose_column_order,
 )
 
@@ -33,7 +33,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def load_q_begin(CU_SEQLENS_Q, i_request, m_request):
-    """Loads the first query row of requests where m_request. CU_SEQLENS_Q: [B + 1], or the rows of every request."""
+    """Loads the first query token of requests where m_request. CU_SEQLENS_Q: [B + 1], or every request's tokens."""
     if CU_SEQLENS_Q.dtype.is_ptr():
         return tl.load(CU_SEQLENS_Q + i_request, mask=m_request, other=0).to(tl.int64)
     else:
@@ -54,7 +54,7 @@ def find_request_and_m_block_maybe_empty(CU_SEQLENS_Q, B, i_work_tile, cfg: tl.c
 
 
 @triton.jit
-def visible_key_range(key_begin, key_end, q_position_begin, q_position_end, cfg: tl.constexpr):
+def visible_key_range_with_q_positions(key_begin, key_end, q_position_begin, q_position_end, cfg: tl.constexpr):
     """Returns the KeyRange of keys [key_begin, key_end) visible to rows at [q_position_begin, q_position_end)."""
     begin = key_begin
     if cfg.WINDOW > 0:
@@ -76,14 +76,14 @@ def combine_two_splits(state_a, state_b):
 
 
 @triton.jit
-def split_range(key_range, cfg: tl.constexpr):
+def split_index_begin_and_end(key_range, cfg: tl.constexpr):
     """Returns the first split of a range of keys, and one past its last; at least one."""
     begin = key_range.begin // cfg.SPLIT_KEYS
     return begin, tl.maximum(tl.cdiv(key_range.end, cfg.SPLIT_KEYS), begin + 1)
 
 
 @triton.jit
-def keys_of_split(key_range, i_split, cfg: tl.constexpr):
+def clip_key_range_to_split(key_range, i_split, cfg: tl.constexpr):
     """Returns the part of a KeyRange in split i_split; it may be empty."""
     begin = tl.maximum(key_range.begin, i_split * cfg.SPLIT_KEYS)
     end = tl.maximum(tl.minimum(key_range.end, (i_split + 1) * cfg.SPLIT_KEYS), begin)
@@ -107,9 +107,8 @@ def attend_and_combine_splits_in_order(
     row_max, row_sum, acc_o = empty_softmax_state(COLUMNS, cfg)
     for i_split in tl.range(split_begin, split_end, num_stages=1):
         of_split = mainloop(
-            q, empty_softmax_state(COLUMNS, cfg), k_source, v_source, p_page_ids, keys_of_split(key_range, i_split,
-            cfg),
-            q_position, h, score_scale, softcap, False, cfg,
+            q, empty_softmax_state(COLUMNS, cfg), k_source, v_source, p_page_ids,
+            clip_key_range_to_split(key_range, i_split, cfg), q_position, h, score_scale, softcap, False, cfg,
         )  # fmt: skip
         of_split = of_split[0], of_split[1], reorder_columns_and_unrotate_acc(of_split[2], rotation, h, cfg)
         row_max, row_sum, acc_o = combine_two_splits((row_max, row_sum, acc_o), of_split)
@@ -182,8 +181,8 @@ def prefill_kernel(
             load_device_scale_else_host_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE)
             * cfg.V_RESIDUAL_SCALE
         )
-        x = load_query_rows(Q, tokens, heads, m_row, stride_q_t, stride_q_h, cfg)
-        q, row_scale = to_query_tiles_and_score_scale(
+        x = load_query_rows_as_fp32(Q, tokens, heads, m_row, stride_q_t, stride_q_h, cfg)
+        q, row_scale = to_16bit_query_tiles_and_score_scale(
             scale_and_rotate_query((x,), (K_SIGNS, K_CHANNEL_SCALES, stride_k_channel_scales_h), h, 1, cfg.D)[0], cfg
         )
         # Cached keys: K's scale joins the score scale, V's is left for the epilogue
@@ -195,7 +194,7 @@ def prefill_kernel(
             StridedRows(V, stride_v_p, stride_v_s, stride_v_h),
             StridedRows(V_SCALES, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h),
         )
-        key_range = visible_key_range(
+        key_range = visible_key_range_with_q_positions(
             0, tl.maximum(first_new_position, 0) if cfg.HAS_NEW_KV else num_keys, first_new_position + token_begin,
             first_new_position + token_end, cfg,
         )  # fmt: skip
@@ -205,7 +204,7 @@ def prefill_kernel(
         p_page_ids = PAGE_TABLE + i_request.to(tl.int64) * stride_table_b
         rotation = (V_SIGNS, V_CHANNEL_SCALES, stride_v_channel_scales_h)
         if cfg.SPLIT_KEYS > 0:
-            split_begin, split_end = split_range(key_range, cfg)
+            split_begin, split_end = split_index_begin_and_end(key_range, cfg)
             if SPLIT_WORKSPACE is not None:
                 i_split = split_begin + tl.program_id(1)
                 split_begin, split_end = i_split, tl.minimum(split_end, i_split + 1)
@@ -231,7 +230,9 @@ def prefill_kernel(
                 StridedRows(V_NEW + q_begin * stride_v_new_t, 0, stride_v_new_t, stride_v_new_h),
                 StridedRows(None, 0, 0, 0),
             )
-            key_range = visible_key_range(tl.maximum(-first_new_position, 0), seqlen_q, token_begin, token_end, cfg)
+            key_range = visible_key_range_with_q_positions(
+                tl.maximum(-first_new_position, 0), seqlen_q, token_begin, token_end, cfg
+            )
             q = (x.to(K_NEW.dtype.element_ty),)  # their 16-bit type holds every query exactly
             scale = tl.full([cfg.BLOCK_M], 1.0, tl.float32) * score_scale
             row_max, row_sum, acc_o = mainloop(
@@ -294,10 +295,10 @@ def combine_in_order_kernel(
         token_begin = m_block * cfg.BLOCK_M // cfg.GROUP
         token_end = tl.minimum(tl.cdiv((m_block + 1) * cfg.BLOCK_M, cfg.GROUP), seqlen_q)
         first_new_position = num_keys - seqlen_q
-        key_range = visible_key_range(
+        key_range = visible_key_range_with_q_positions(
             0, num_keys, first_new_position + token_begin, first_new_position + token_end, cfg
         )
-        split_begin, split_end = split_range(key_range, cfg)
+        split_begin, split_end = split_index_begin_and_end(key_range, cfg)
         # Combine: SPLITS_IN_FLIGHT loaded at once, rescaled and summed one after the other
         o_d = tl.arange(0, COLUMNS)
         row_max, row_sum = tl.full([1], float("-inf"), tl.float32), tl.full([1], 0.0, tl.float32)

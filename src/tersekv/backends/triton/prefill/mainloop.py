@@ -77,7 +77,7 @@ def transpose_column_order(x, NUM_GROUPS: tl.constexpr, GROUP_COLUMNS: tl.conste
 
 
 @triton.jit
-def load_query_rows(Q, tokens, heads, m_row, stride_q_t, stride_q_h, cfg: tl.constexpr):
+def load_query_rows_as_fp32(Q, tokens, heads, m_row, stride_q_t, stride_q_h, cfg: tl.constexpr):
     """Loads query rows [BLOCK_M, PACK * BLOCK_D] as fp32."""
     o_d = tl.arange(0, cfg.K.PACK * cfg.BLOCK_D)
     p_q = Q + (tokens * stride_q_t + heads * stride_q_h)[:, None] + o_d[None, :]
@@ -94,7 +94,7 @@ def column_scales(even, odd, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def to_query_tiles_and_score_scale(x, cfg: tl.constexpr):
+def to_16bit_query_tiles_and_score_scale(rotated_q, cfg: tl.constexpr):
     """Returns query tiles [BLOCK_M, PACK * BLOCK_D] in the compute type of codes, with columns in the order of
     `concatenate_columns`, and the scale of their scores [BLOCK_M].
 
@@ -103,22 +103,24 @@ def to_query_tiles_and_score_scale(x, cfg: tl.constexpr):
     """
     if cfg.BF16:
         one = tl.full([cfg.BLOCK_M], 1.0, tl.float32)
-        high = x.to(tl.bfloat16)
+        high = rotated_q.to(tl.bfloat16)
         if cfg.TWO_TERM_Q:
-            return (high, (x - high.to(tl.float32)).to(tl.bfloat16)), one
+            return (high, (rotated_q - high.to(tl.float32)).to(tl.bfloat16)), one
         else:
             return (high,), one
     else:
-        abs_max = tl.max(tl.abs(x), 1)
+        abs_max = tl.max(tl.abs(rotated_q), 1)
         exponent = tl.maximum((abs_max.to(tl.int32, bitcast=True) >> 23) & 0xFF, 1)  # exponent of the largest magnitude
         inv_scale = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
-        x *= inv_scale[:, None]
+        rotated_q *= inv_scale[:, None]
         if cfg.K.CODE == INT4:
-            x *= column_scales(
-                dequant_tile_power_of_2_factor(1, cfg.K) / dequant_tile_power_of_2_factor(0, cfg.K), 1.0, x.shape[1]
+            rotated_q *= column_scales(
+                dequant_tile_power_of_2_factor(1, cfg.K) / dequant_tile_power_of_2_factor(0, cfg.K),
+                1.0,
+                rotated_q.shape[1],
             )
         row_scale = (exponent << 23).to(tl.float32, bitcast=True) * cfg.K_RESIDUAL_SCALE
-        return (transpose_column_order(x.to(tl.float16), cfg.BLOCK_D, cfg.K.PACK),), row_scale
+        return (transpose_column_order(rotated_q.to(tl.float16), cfg.BLOCK_D, cfg.K.PACK),), row_scale
 
 
 @triton.jit
@@ -189,7 +191,7 @@ def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, PACKED_C
 
 
 @triton.jit
-def dequant_kv_block(
+def dequant_kv_block_except_token_scales(
     packed, scales, PACKED_COLUMNS_PAD: tl.constexpr, IS_NEW_KV: tl.constexpr, row_format: tl.constexpr
 ):
     """Returns a tile [BLOCK_N, PACK * PACKED_COLUMNS_PAD] for the matrix unit, dequantized from packed codes [BLOCK_N,
@@ -245,8 +247,8 @@ def attend_kv_block(q, softmax_state, K: KVOperand, V: KVOperand, page_ids, n_bl
         IS_NEW_KV, K_FORMAT.STRIDE_UNIT, cfg,
     )  # fmt: skip
     s = compute_scores(
-        q, dequant_kv_block(packed, k_scales, cfg.BLOCK_D, IS_NEW_KV, K_FORMAT), score_scale, k_scales, softcap,
-        IS_NEW_KV, cfg,
+        q, dequant_kv_block_except_token_scales(packed, k_scales, cfg.BLOCK_D, IS_NEW_KV, K_FORMAT), score_scale,
+        k_scales, softcap, IS_NEW_KV, cfg,
     )  # fmt: skip
     if cfg.TOKEN_SCALES and not IS_NEW_KV:
         # V's scale joins the exponent, so that the P that multiplies codes lies in (0, 1].
@@ -275,7 +277,7 @@ def attend_kv_block(q, softmax_state, K: KVOperand, V: KVOperand, page_ids, n_bl
         V.codes, page_ids, n_block, valid, h, V_TILES_PER_ROW * cfg.BLOCK_DV, V_TILES_PER_ROW * cfg.PACKED_V, MASKED,
         IS_NEW_KV, cfg.STRIDE_UNIT, cfg,
     )  # fmt: skip
-    values = dequant_kv_block(packed, v_scales, cfg.BLOCK_DV, IS_NEW_KV, cfg)
+    values = dequant_kv_block_except_token_scales(packed, v_scales, cfg.BLOCK_DV, IS_NEW_KV, cfg)
     return row_max_new, row_sum, tl.dot(p.to(values.dtype), values, acc=acc_o * rescale[:, None])
 
 
