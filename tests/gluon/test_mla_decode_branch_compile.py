@@ -9,7 +9,7 @@ from test_compile_mla_decode_branch import call_of, launches
 from tersekv.backends.gluon import mla_decode_branch
 from tersekv.dispatch import plan
 
-MERGE, SPLIT, FEW = "combine_project_kernel", "mla_decode_two_warpgroups_kernel", "mla_decode_small_m_kernel"
+MERGE, SPLIT, FEW = "combine_quantize_project_kernel", "mla_decode_two_warpgroups_kernel", "mla_decode_small_m_kernel"
 
 
 @pytest.mark.parametrize("tokens", [1, 8])

@@ -112,7 +112,11 @@ def test_the_product_of_fewer_columns_fits_too(rank):
 def test_the_queries_are_rotated_once_and_without_fused_multiply_adds():
     call = call_of(tokens=512, chunks=2)
     launches = record(mla_prefill.run, call, mla_prefill.configure(facts(call)))
-    latents = [(fn, args, kwargs) for fn, _, args, kwargs in launches if fn.fn.__name__ == "gather_latents_kernel"]
+    latents = [
+        (fn, args, kwargs)
+        for fn, _, args, kwargs in launches
+        if fn.fn.__name__ == "gather_and_requantize_latents_kernel"
+    ]
     first = "ROPE_Q_AND_CLEAR_PADDING"
     assert [dict(zip(fn.arg_names, args, strict=True))[first] for fn, args, _ in latents] == [True, False]
     fn, args, kwargs = latents[0]
@@ -213,7 +217,7 @@ def test_a_later_call_only_fills_in_addresses():
     names = [fn.fn.__name__ for fn, *_ in record(mla_prefill.run, call, config)]
     assert names == [
         "rope_norm_store_kernel",
-        *["gather_latents_kernel", "blockwise_gemm_kernel", "attention_kernel"] * 2,
+        *["gather_and_requantize_latents_kernel", "blockwise_gemm_kernel", "attention_kernel"] * 2,
     ]
     scratch = config.launches.workspace
     memory = torch.empty(scratch.num_floats)
@@ -226,7 +230,12 @@ def test_a_later_call_only_fills_in_addresses():
 def test_a_16_bit_weight_takes_the_portable_product():
     call = call_of(fp8=False)
     names = [fn.fn.__name__ for fn, *_ in record(mla_prefill.run, call, mla_prefill.configure(facts(call)))]
-    assert names == ["rope_norm_store_kernel", "gather_latents_kernel", "blockwise_gemm_kernel", "attention_kernel"]
+    assert names == [
+        "rope_norm_store_kernel",
+        "gather_and_requantize_latents_kernel",
+        "blockwise_gemm_kernel",
+        "attention_kernel",
+    ]
     assert not mla_prefill.configure(facts(call)).use_gluon_gemm
 
 

@@ -10,7 +10,7 @@ from ..host.bind import BYTES, WORKSPACE, BoundLaunches, KernelLaunch, stride_ar
 from ..triton.mla_decode_branch import entry as portable
 from ..triton.mla_decode_branch.entry import Config
 from . import mla_decode
-from .sm90.mla_decode.combine import PROJECTED_COLUMNS, combine_project_kernel
+from .sm90.mla_decode.combine import PROJECTED_COLUMNS, combine_quantize_project_kernel
 
 _MAX_FUSED_TOKENS, _MIN_FUSED_HEADS = 8, 128
 
@@ -73,4 +73,4 @@ def combine_and_project_launches(
         "BLOCK_M": tile.num_tokens, "SPLITS_PER_STEP": tile.splits_per_step, "cfg": decode_config.combine_cfg,
     }  # fmt: skip
     grid = (heads, -(-tokens // tile.num_tokens))
-    return [KernelLaunch(combine_project_kernel, grid, arguments, num_warps=8, launch_pdl=True)]
+    return [KernelLaunch(combine_quantize_project_kernel, grid, arguments, num_warps=8, launch_pdl=True)]

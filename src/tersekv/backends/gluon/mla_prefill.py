@@ -94,8 +94,8 @@ def _gather_gemm_and_attention_launches(
                                               use_pdl),
             blockwise_gemm.make_gemm_launch(f, num_rows, max_rows, num_sms, use_pdl) if use_gluon_gemm
             else portable_gemm.make_gemm_launch(f, num_rows, max_rows, portable_cfg.product, portable_cfg.native_fp8),
-            *([three_warpgroups.make_attention_launch(f, i_chunk, num_rows, num_sms,
-                                                      use_pdl)] if use_three_warpgroups else []),
+            *([three_warpgroups.make_three_consumers_attention_launch(f, i_chunk, num_rows, num_sms, use_pdl)]
+              if use_three_warpgroups else []),
             attention.make_attention_launch(f, i_chunk, num_rows, has_previous_chunk, has_next_chunk, num_sms, use_pdl,
                                             use_three_warpgroups),
         )  # fmt: skip

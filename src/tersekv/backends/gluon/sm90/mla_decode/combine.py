@@ -77,7 +77,7 @@ def combine_kernel(
 
 
 @triton.jit
-def load_splits_and_return_normalized_rows(
+def combine_splits_to_normalized_rows(
     SPLIT_WORKSPACE, first_cta_of_row, num_splits_of_row, o_r, o_d, value_scale, SPLITS_PER_STEP: tl.constexpr,
     cfg: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +134,7 @@ def split_into_four_column_blocks(x):
 
 
 @triton.jit(do_not_specialize=["T", "B"])
-def combine_project_kernel(
+def combine_quantize_project_kernel(
     CU_SEQLENS_Q, LATENTS, SPLIT_WORKSPACE, W, W_SCALE, OUT, kv_scale, KV_SCALE, T, B, num_ctas, max_m_blocks,
     stride_lt, stride_lh,
     stride_wh, stride_wn, stride_sh, stride_sn, stride_ot, stride_oh,
@@ -164,7 +164,7 @@ def combine_project_kernel(
     unsplit_latents = tl.load(p_unsplit, mask=(is_row & (num_splits <= 1))[:, None], other=0.0)
     value_scale = load_device_scale_else_host_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE)
     o_d = tl.arange(0, cfg.DV) % cfg.PACK * cfg.BLOCK_DV + tl.arange(0, cfg.DV) // cfg.PACK
-    latents = load_splits_and_return_normalized_rows(
+    latents = combine_splits_to_normalized_rows(
         SPLIT_WORKSPACE, first_cta, tl.where(is_split, num_splits, 0), o_r, o_d, value_scale, SPLITS_PER_STEP, cfg
     )
     latents = tl.where(is_split[:, None], cast_output(latents, LATENTS, cfg), unsplit_latents)

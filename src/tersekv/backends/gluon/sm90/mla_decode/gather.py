@@ -5,7 +5,7 @@ the last are filled with 0.
 Every thread arrives at a full barrier once its copies are there (`copy_arrivals`). They are not MMA's kind of writes:
 who multiplies fences after the wait.
 
-Wait for a free stage: `listed_rows_producer`, on `empty`; mask, rescale, combine: none here.
+Wait for a free stage: `listed_rows_producer_with_scale_prep`, on `empty`; mask, rescale, combine: none here.
 """
 
 from typing import NamedTuple
@@ -39,11 +39,11 @@ def copy_layout(columns, bits, num_warps):
 
 
 @gluon.jit
-def load_rows(p_rows, n_block, num_keys, COLUMNS: gl.constexpr, BITS: gl.constexpr, cfg: gl.constexpr):
+def load_row_indices(p_row_indices, n_block, num_keys, COLUMNS: gl.constexpr, BITS: gl.constexpr, cfg: gl.constexpr):
     """Loads the rows of n_block for copies of such a tile; −1 past the last key."""
     LAYOUT: gl.constexpr = copy_layout(COLUMNS, BITS, gl.num_warps())
     o_n = n_block * cfg.BLOCK_N + gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(1, LAYOUT))
-    return gl.load(p_rows + o_n, mask=o_n < num_keys, other=-1)
+    return gl.load(p_row_indices + o_n, mask=o_n < num_keys, other=-1)
 
 
 @gluon.jit
@@ -71,14 +71,14 @@ def copy_arrivals(cfg):
 
 
 @gluon.jit
-def fence_copies(cfg: gl.constexpr):
+def fence_async_shared_if_gathered(cfg: gl.constexpr):
     """Orders copies that a barrier has shown before MMAs."""
     if cfg.GATHER_ROWS:
         fence_async_shared()
 
 
 @gluon.jit
-def wait_copies(full_barrier, phase, cfg: gl.constexpr):
+def wait_full_and_fence_if_gathered(full_barrier, phase, cfg: gl.constexpr):
     """Waits for copies that MMAs read."""
     mbarrier.wait(full_barrier, phase)
-    fence_copies(cfg)
+    fence_async_shared_if_gathered(cfg)

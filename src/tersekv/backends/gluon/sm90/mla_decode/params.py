@@ -105,7 +105,9 @@ class SoftmaxState(NamedTuple):
 
 
 @gluon.jit
-def load_call_scales(softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE, cfg: gl.constexpr):
+def load_score_and_value_scales(
+    softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE, cfg: gl.constexpr
+):
     """Returns the call's Scales."""
     scale_kv = load_scale(kv_scale, KV_SCALE, cfg.HAS_V_SCALE)
     score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E * scale_kv
@@ -119,7 +121,7 @@ def fits_all_requests(cfg):
 
 
 @gluon.jit
-def make_cta_range(
+def make_cta_range_of_flat_n_blocks(
     SEQ_LENS, CU_SEQLENS_Q, B, block_counts_of_all_requests, i_range, num_ranges, max_m_blocks, i_cta, cfg: gl.constexpr
 ):
     """Returns this CTA's CtaRange. The counts are `load_n_and_m_block_counts_of_requests`', if BLOCK_B holds all."""

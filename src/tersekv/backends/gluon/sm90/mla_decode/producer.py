@@ -3,7 +3,7 @@
 `two_warpgroups.py` has a producer of its own, which shares the page lookup. For `three_warpgroups.py` this one also
 prepares group scales.
 
-Wait for a free stage: in `producer`, on `empty`; mask, rescale, combine: none here.
+Wait for a free stage: in `tma_producer_with_scale_prep`, on `empty`; mask, rescale, combine: none here.
 """
 
 from typing import NamedTuple
@@ -15,13 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ...versions import tma_load
 from ..parts.pipeline import sync_and_arrive
 from ..parts.tile_scheduler import advance_to_request_of_block, load_request_shape, make_work_tile_at_block
-from .gather import load_rows, signal_copies, start_copy_of_gathered_rows
+from .gather import load_row_indices, signal_copies, start_copy_of_gathered_rows
 
 SCALE_COLUMNS = gl.constexpr(6)  # rows of score_scales of a stage
 MIN_SCALE = gl.constexpr(1e-30)  # of a key's chunks: its reciprocal is finite
 
 
-class ScaleBuffersAndFirstQFull(NamedTuple):
+class ScalePrepAndFirstQFull(NamedTuple):
     """Extra work of the producer: let the first query load before the second tile; prepare group scales."""
 
     first_q_full: gl.shared_memory_descriptor  # full barrier of the first query
@@ -60,7 +60,7 @@ def scale_layout(num_warps):
 
 
 @gluon.jit
-def store_group_scales_max_and_v_ratios(
+def store_group_scales_with_max_and_ratios(
     group_scales, smem_scales_log2_max_and_inv_max, smem_ratios_to_max, stage, num_valid
 ):
     """Stores a tile's group scales in shared memory; past the last key they are 1.
@@ -90,16 +90,16 @@ def store_group_scales_max_and_v_ratios(
 
 
 @gluon.jit
-def tensor_copy_producer(
-    tensor_maps, page_lookup, full, empty, smem_kv, cta_range, scale_buffers_and_first_q_full, STAGES: gl.constexpr,
+def tma_producer_with_scale_prep(
+    tensor_maps, page_lookup, full, empty, smem_kv, cta_range, scale_prep_and_first_q_full, STAGES: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Copies every tile of the CTA range.
 
     full: one barrier per stage or more, used in rotation
-    scale_buffers_and_first_q_full: empty, or a ScaleBuffersAndFirstQFull
+    scale_prep_and_first_q_full: empty, or a ScalePrepAndFirstQFull
     """
-    PREPARES_SCALES: gl.constexpr = len(scale_buffers_and_first_q_full) > 0
+    PREPARES_SCALES: gl.constexpr = len(scale_prep_and_first_q_full) > 0
     NUM_FULL_BARRIERS: gl.constexpr = full.shape[0]
     CKV_MAP, KPE_MAP, SCALES_MAP = tensor_maps
     block, block_end, i_request, n_block_base = (
@@ -131,7 +131,7 @@ def tensor_copy_producer(
             mbarrier.wait(empty.index(stage), ((kv_iter // STAGES) & 1) ^ 1)
             if PREPARES_SCALES:  # noqa: SIM102 - known to the compiler, unlike the other
                 if kv_iter == 1:
-                    mbarrier.wait(scale_buffers_and_first_q_full.first_q_full.index(0), 0)
+                    mbarrier.wait(scale_prep_and_first_q_full.first_q_full.index(0), 0)
             # Copy the tile.
             full_barrier = full.index(kv_iter % NUM_FULL_BARRIERS)
             mbarrier.expect(full_barrier, STAGE_BYTES)
@@ -149,23 +149,23 @@ def tensor_copy_producer(
             # Wait for the tile and prepare its group scales.
             if cfg.GROUP_SCALES and PREPARES_SCALES:
                 mbarrier.wait(full_barrier, (kv_iter // NUM_FULL_BARRIERS) & 1)
-                store_group_scales_max_and_v_ratios(
+                store_group_scales_with_max_and_ratios(
                     smem_kv.scales.index(stage).load(scale_layout(gl.num_warps())),
-                    scale_buffers_and_first_q_full.score_scales, scale_buffers_and_first_q_full.v_scale_ratios, stage,
+                    scale_prep_and_first_q_full.score_scales, scale_prep_and_first_q_full.v_scale_ratios, stage,
                     num_keys - n_block * cfg.BLOCK_N,
                 )  # fmt: skip
-                sync_and_arrive(scale_buffers_and_first_q_full.scales_full.index(stage))
+                sync_and_arrive(scale_prep_and_first_q_full.scales_full.index(stage))
             kv_iter += 1
         block += work_tile.n_block_end - work_tile.n_block_begin
 
 
 @gluon.jit
-def listed_rows_producer(
-    cache_rows, listed_rows_lookup, full, empty, smem_kv, cta_range, scale_buffers_and_first_q_full,
+def listed_rows_producer_with_scale_prep(
+    cache_rows, listed_rows_lookup, full, empty, smem_kv, cta_range, scale_prep_and_first_q_full,
     STAGES: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Copies every tile of the CTA range by rows (`gather`). listed_rows_lookup: its table has a cache row per key."""
-    PREPARES_SCALES: gl.constexpr = len(scale_buffers_and_first_q_full) > 0 and cfg.GROUP_SCALES
+    PREPARES_SCALES: gl.constexpr = len(scale_prep_and_first_q_full) > 0 and cfg.GROUP_SCALES
     NUM_FULL_BARRIERS: gl.constexpr = full.shape[0]
     CKV_COLUMNS: gl.constexpr = smem_kv.latents.shape[2]
     CKV_BITS: gl.constexpr = smem_kv.latents.dtype.primitive_bitwidth
@@ -182,23 +182,23 @@ def listed_rows_producer(
         i_request, n_block_base, request = advance_to_request_of_block(
             listed_rows_lookup.SEQ_LENS, listed_rows_lookup.CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
         )
-        p_rows, num_keys = (
+        p_row_indices, num_keys = (
             listed_rows_lookup.PAGE_TABLE + i_request.to(gl.int64) * listed_rows_lookup.stride,
             request.num_keys,
         )
         work_tile = make_work_tile_at_block(block, block_end, i_request, n_block_base, request)
-        next_rows = load_rows(p_rows, work_tile.n_block_begin, num_keys, CKV_COLUMNS, CKV_BITS, cfg)
-        next_scale_rows = load_rows(p_rows, work_tile.n_block_begin, num_keys, 4, 32, cfg)
+        next_rows = load_row_indices(p_row_indices, work_tile.n_block_begin, num_keys, CKV_COLUMNS, CKV_BITS, cfg)
+        next_scale_rows = load_row_indices(p_row_indices, work_tile.n_block_begin, num_keys, 4, 32, cfg)
         for n_block in range(work_tile.n_block_begin, work_tile.n_block_end):
             # Rows, loaded an iteration ahead.
             rows = next_rows
-            next_rows = load_rows(p_rows, n_block + 1, num_keys, CKV_COLUMNS, CKV_BITS, cfg)
+            next_rows = load_row_indices(p_row_indices, n_block + 1, num_keys, CKV_COLUMNS, CKV_BITS, cfg)
             pe_rows = rows
             if not ROWS_ALIKE:
-                pe_rows = load_rows(p_rows, n_block, num_keys, PE_COLUMNS, PE_BITS, cfg)
+                pe_rows = load_row_indices(p_row_indices, n_block, num_keys, PE_COLUMNS, PE_BITS, cfg)
             if cfg.GROUP_SCALES:
                 scale_rows = next_scale_rows
-                next_scale_rows = load_rows(p_rows, n_block + 1, num_keys, 4, 32, cfg)
+                next_scale_rows = load_row_indices(p_row_indices, n_block + 1, num_keys, 4, 32, cfg)
                 if PREPARES_SCALES:
                     LAYOUT: gl.constexpr = scale_layout(gl.num_warps())
                     p_scales = (
@@ -229,26 +229,26 @@ def listed_rows_producer(
                 )
             signal_copies(full.index(kv_iter % NUM_FULL_BARRIERS))
             if PREPARES_SCALES:
-                store_group_scales_max_and_v_ratios(
-                    group_scales, scale_buffers_and_first_q_full.score_scales,
-                    scale_buffers_and_first_q_full.v_scale_ratios, stage, num_keys - n_block * cfg.BLOCK_N,
+                store_group_scales_with_max_and_ratios(
+                    group_scales, scale_prep_and_first_q_full.score_scales,
+                    scale_prep_and_first_q_full.v_scale_ratios, stage, num_keys - n_block * cfg.BLOCK_N,
                 )  # fmt: skip
-                sync_and_arrive(scale_buffers_and_first_q_full.scales_full.index(stage))
+                sync_and_arrive(scale_prep_and_first_q_full.scales_full.index(stage))
             kv_iter += 1
         block += work_tile.n_block_end - work_tile.n_block_begin
 
 
 @gluon.jit
-def producer(
-    tensor_maps, cache_rows, page_lookup, full, empty, smem_kv, cta_range, scale_buffers_and_first_q_full,
+def tma_or_listed_rows_producer(
+    tensor_maps, cache_rows, page_lookup, full, empty, smem_kv, cta_range, scale_prep_and_first_q_full,
     STAGES: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Copies every tile of the CTA range: by tensor maps, or listed keys by their rows."""
     if cfg.GATHER_ROWS:
-        listed_rows_producer(
-            cache_rows, page_lookup, full, empty, smem_kv, cta_range, scale_buffers_and_first_q_full, STAGES, cfg
+        listed_rows_producer_with_scale_prep(
+            cache_rows, page_lookup, full, empty, smem_kv, cta_range, scale_prep_and_first_q_full, STAGES, cfg
         )
     else:
-        tensor_copy_producer(
-            tensor_maps, page_lookup, full, empty, smem_kv, cta_range, scale_buffers_and_first_q_full, STAGES, cfg
+        tma_producer_with_scale_prep(
+            tensor_maps, page_lookup, full, empty, smem_kv, cta_range, scale_prep_and_first_q_full, STAGES, cfg
         )

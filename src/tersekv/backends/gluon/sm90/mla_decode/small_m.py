@@ -36,7 +36,7 @@ from ..parts.epilogue import (
 )
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
 from ..parts.tile_scheduler import find_work_tile_at_block, load_n_and_m_block_counts_of_requests
-from .gather import CacheRows, copy_arrivals, fence_copies
+from .gather import CacheRows, copy_arrivals, fence_async_shared_if_gathered
 from .params import (
     AttentionTensors,
     PageLookup,
@@ -47,16 +47,16 @@ from .params import (
     TensorMaps,
     dequant_packed,
     fits_all_requests,
-    load_call_scales,
     load_query_chunk,
-    make_cta_range,
+    load_score_and_value_scales,
+    make_cta_range_of_flat_n_blocks,
     partial_row_ptr,
     store_num_splits_and_first_cta,
     store_partial_stats,
     view_8bit_tile_as_pairs,
     zero_oob_rows_in_smem,
 )
-from .producer import producer
+from .producer import tma_or_listed_rows_producer
 
 WARP_ANY_PTX = gl.constexpr(
     """{
@@ -106,9 +106,10 @@ def store_e4m3_and_residual(x, smem_rows, Q_TERMS: gl.constexpr):
 
 
 @gluon.jit
-def store_query_e4m3_terms_and_return_q_scale(tensors, q, work_tile, h, strides, I_CONSUMER: gl.constexpr,
-NUM_CONSUMERS: gl.constexpr,
-                             Q_TERMS: gl.constexpr, LAYOUT: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+def store_query_columns_e4m3_and_return_q_scale(
+    tensors, q, work_tile, h, strides, I_CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, Q_TERMS: gl.constexpr,
+    LAYOUT: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
     """Loads this warpgroup's columns of the query into shared memory; returns q_scale of the scores [BLOCK_M].
 
     Each row is scaled by a power of two so that its largest element lies in [128, 256): elements down to 2^-10 of that
@@ -174,7 +175,7 @@ def cast_query_to_smem_16bit(tensors, smem_q, work_tile, h, strides, cfg: gl.con
 
 
 @gluon.jit
-def zero_oob_v_rows_in_smem(ckv, stage, num_valid, cfg: gl.constexpr):
+def zero_oob_v_rows_in_smem_and_sync(ckv, stage, num_valid, cfg: gl.constexpr):
     """Zeros rows past the tile's last key: 0 × NaN is NaN."""
     if cfg.CODE == "e4m3":
         zero_oob_rows_in_smem(ckv, stage * cfg.CHUNKS, cfg.CHUNKS, num_valid)
@@ -185,10 +186,12 @@ def zero_oob_v_rows_in_smem(ckv, stage, num_valid, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_and_dequant_v_chunk(ckv, stage, i: gl.constexpr, O: gl.constexpr, cfg: gl.constexpr):
+def load_v_even_and_odd_columns_fp16(ckv, stage, i_chunk: gl.constexpr, ACC_LAYOUT: gl.constexpr, cfg: gl.constexpr):
     """Loads a tile's i-th chunk of V, transposed, as two fp16 operands in registers."""
     return dequant_packed(
-        view_8bit_tile_as_pairs(ckv.index(stage * cfg.CHUNKS + i)).permute((1, 0)).load(gl.DotOperandLayout(0, O, 2))
+        view_8bit_tile_as_pairs(ckv.index(stage * cfg.CHUNKS + i_chunk))
+        .permute((1, 0))
+        .load(gl.DotOperandLayout(0, ACC_LAYOUT, 2))
     )
 
 
@@ -207,7 +210,7 @@ def sum_scores_of_query_terms(s, SCORE_LAYOUT: gl.constexpr, Q_TERMS: gl.constex
 
 
 @gluon.jit
-def compute_scores_fp8_and_first_v_or_empty(
+def fp8_mma_scores_and_first_v_or_empty(
     smem_kv, stage, q, opaque_zero, Q_TERMS: gl.constexpr, SCORE_LAYOUT: gl.constexpr, cfg: gl.constexpr
 ):
     """Returns (QK: fp32 [BLOCK_N, BLOCK_M], the first chunk of V where registers allow, else ())."""
@@ -225,7 +228,7 @@ def compute_scores_fp8_and_first_v_or_empty(
             partial_scores = partial_scores + (
                 warpgroup_mma(ckv.index(stage * CHUNKS + i), q_i, zero, use_acc=False, is_async=True),
             )
-        first_v = load_and_dequant_v_chunk(ckv, stage, 0, SCORE_LAYOUT, cfg)  # overlaps the MMAs
+        first_v = load_v_even_and_odd_columns_fp16(ckv, stage, 0, SCORE_LAYOUT, cfg)  # overlaps the MMAs
         partial_scores = warpgroup_mma_wait(0, partial_scores)
         s = partial_scores[0]
         for i in gl.static_range(CHUNKS):
@@ -323,7 +326,7 @@ def fold_row_sums(p):
 
 
 @gluon.jit
-def any_score_above(s, threshold, vote_flags, I_CONSUMER: gl.constexpr):
+def any_score_above_in_warpgroup(s, threshold, vote_flags, I_CONSUMER: gl.constexpr):
     """Returns whether any score exceeds its row's threshold, by a vote in each warp and its flag in shared memory."""
     ROWS: gl.constexpr = s.shape[1]
     x = gl.reshape(s - threshold[None, :], [4, 2, 8, ROWS // 8, 4, 2])
@@ -336,8 +339,8 @@ def any_score_above(s, threshold, vote_flags, I_CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def rescale_state_to_new_max(row_max_new, row_max, row_sum, acc_o, ACC_LAYOUT: gl.constexpr):
-    """Returns (row_max_new, row_sum, acc_o), the latter two rescaled from row_max to row_max_new."""
+def rescale_row_sum_and_acc(row_sum, acc_o, row_max, row_max_new, ACC_LAYOUT: gl.constexpr):
+    """Returns (row_sum, acc_o), rescaled from row_max to row_max_new."""
     L_COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, row_sum.type.layout))
     rescale = gl.exp2(row_max - gl.where(row_max_new == float("-inf"), 0.0, row_max_new))
     row_sum = row_sum * gl.convert_layout(rescale, L_COLUMN)[None, :][:, None, :]
@@ -345,14 +348,14 @@ def rescale_state_to_new_max(row_max_new, row_max, row_sum, acc_o, ACC_LAYOUT: g
     out = ()
     for i in gl.static_range(len(acc_o)):
         out = out + (acc_o[i] * rescale[None, :],)
-    return row_max_new, row_sum, out
+    return row_sum, out
 
 
 # PV.
 
 
 @gluon.jit
-def accumulate_pv_and_wait_fp8(
+def dequant_v_accumulate_transposed_pv_and_wait(
     acc_o, ckv, stage, first_v_chunk, p_buffers, I_P_BUFFER: gl.constexpr, SAVE_REGISTERS: gl.constexpr,
     ACC_LAYOUT: gl.constexpr,
     cfg: gl.constexpr,
@@ -369,7 +372,7 @@ def accumulate_pv_and_wait_fp8(
         v = (
             first_v_chunk
             if i == 0 and len(first_v_chunk) == 2
-            else load_and_dequant_v_chunk(ckv, stage, i, ACC_LAYOUT, cfg)
+            else load_v_even_and_odd_columns_fp16(ckv, stage, i, ACC_LAYOUT, cfg)
         )
         p = p_buffers.index(I_P_BUFFER * CHUNKS + i if cfg.GROUP_SCALES else I_P_BUFFER)
         for j in gl.static_range(2):
@@ -380,7 +383,7 @@ def accumulate_pv_and_wait_fp8(
 
 
 @gluon.jit
-def accumulate_pv_and_wait_bf16(acc_o, ckv, stage, smem_p):
+def accumulate_transposed_pv_and_wait_bf16(acc_o, ckv, stage, smem_p):
     """Returns acc_o + V, transposed, times P [BLOCK_N, BLOCK_M]."""
     out = ()
     for i in gl.static_range(NUM_COLUMN_TILES):
@@ -427,9 +430,9 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, first_kv_it
         stage = iter % STAGES
         # Wait for the tile.
         mbarrier.wait(full.index(iter % NUM_FULL_BARRIERS), (iter // NUM_FULL_BARRIERS) & 1)
-        fence_copies(cfg)
+        fence_async_shared_if_gathered(cfg)
         if not cfg.GATHER_ROWS and (n_block + 1) * cfg.BLOCK_N > num_keys:
-            zero_oob_v_rows_in_smem(smem_kv.latents, stage, num_keys - n_block * cfg.BLOCK_N, cfg)
+            zero_oob_v_rows_in_smem_and_sync(smem_kv.latents, stage, num_keys - n_block * cfg.BLOCK_N, cfg)
         # NOTE: `opaque_zero` is 0. A constant would make the compiler keep, and spill, descriptors of all tiles of q.
         opaque_zero = n_block >> 30
         # QK.
@@ -448,9 +451,7 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, first_kv_it
                 max_group_scale = gl.maximum(max_group_scale, gl.abs(scales[i]))
             s += gl.log2(max_group_scale)[:, None]
         elif IS_FP8:
-            s, first_v = compute_scores_fp8_and_first_v_or_empty(
-                smem_kv, stage, q, opaque_zero, Q_TERMS, SCORE_LAYOUT, cfg
-            )
+            s, first_v = fp8_mma_scores_and_first_v_or_empty(smem_kv, stage, q, opaque_zero, Q_TERMS, SCORE_LAYOUT, cfg)
             s *= score_scale[None, :]
         else:
             s = compute_scores_bf16(q.latents, smem_kv, stage, opaque_zero, SCORE_LAYOUT, cfg) * score_scale
@@ -459,10 +460,10 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, first_kv_it
             o_n = n_block * cfg.BLOCK_N + o_key
             s = gl.where((o_n < num_keys)[:, None] & (o_n[:, None] <= q_position[None, :]), s, float("-inf"))
         # Lazy rescaling: row_max is raised only where P would pass 2^RESCALE_THRESHOLD: rarely.
-        if any_score_above(s, row_max + RESCALE_THRESHOLD, vote_flags, I_CONSUMER):
-            row_max, row_sum, acc_o = rescale_state_to_new_max(
-                gl.maximum(row_max, gl.max(s, 0)), row_max, row_sum, acc_o, SCORE_LAYOUT
-            )
+        if any_score_above_in_warpgroup(s, row_max + RESCALE_THRESHOLD, vote_flags, I_CONSUMER):
+            row_max_new = gl.maximum(row_max, gl.max(s, 0))
+            row_sum, acc_o = rescale_row_sum_and_acc(row_sum, acc_o, row_max, row_max_new, SCORE_LAYOUT)
+            row_max = row_max_new
         # Softmax: P to shared memory.
         p = gl.exp2(s - gl.where(row_max == float("-inf"), 0.0, row_max)[None, :])
         if cfg.GROUP_SCALES:
@@ -476,11 +477,11 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, first_kv_it
         fence_async_shared()
         # PV; release the stage.
         if IS_FP8:
-            acc_o = accumulate_pv_and_wait_fp8(
+            acc_o = dequant_v_accumulate_transposed_pv_and_wait(
                 acc_o, smem_kv.latents, stage, first_v, smem_p, I_CONSUMER, cfg.BLOCK_M >= 32, SCORE_LAYOUT, cfg
             )
         else:
-            acc_o = accumulate_pv_and_wait_bf16(acc_o, smem_kv.latents, stage, smem_p.index(opaque_zero))
+            acc_o = accumulate_transposed_pv_and_wait_bf16(acc_o, smem_kv.latents, stage, smem_p.index(opaque_zero))
         mbarrier.arrive(empty.index(stage))
     return SoftmaxState(row_max, gl.sum(gl.sum(row_sum, 1), 0), acc_o)
 
@@ -601,7 +602,7 @@ def consumer(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides
         score_scale = scales.score_scale
         if cfg.CODE == "e4m3":
             Q_TERMS: gl.constexpr = q.latents.shape[1] // cfg.BLOCK_M
-            score_scale = scales.score_scale * store_query_e4m3_terms_and_return_q_scale(
+            score_scale = scales.score_scale * store_query_columns_e4m3_and_return_q_scale(
                 tensors, q, work_tile, h, strides, I_CONSUMER, NUM_CONSUMERS, Q_TERMS, ROW, cfg
             )
         else:
@@ -643,9 +644,11 @@ def consumer(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides
 
 
 @gluon.jit
-def allocate_smem_fp8(CKV_MAP, KPE_MAP, SCALES_MAP, Q_TERMS: gl.constexpr, STAGES: gl.constexpr,
-                      NUM_CONSUMERS: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
-    """Returns (QuerySmem, KVStages, ConsumerBuffers) for 8-bit latents."""
+def allocate_q_kv_and_consumer_buffers_fp8(
+    CKV_MAP, KPE_MAP, SCALES_MAP, Q_TERMS: gl.constexpr, STAGES: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Returns (QuerySmem, SmemKV, ConsumerBuffers) for 8-bit latents."""
     E4M3: gl.constexpr = gl.float8e4nv
     WIDTH: gl.constexpr = 2 * cfg.CHUNK
     R: gl.constexpr = KPE_MAP.dtype
@@ -682,8 +685,8 @@ def allocate_smem_fp8(CKV_MAP, KPE_MAP, SCALES_MAP, Q_TERMS: gl.constexpr, STAGE
 
 
 @gluon.jit
-def allocate_smem_bf16(CKV_MAP, KPE_MAP, STAGES: gl.constexpr, cfg: gl.constexpr):
-    """Returns (QuerySmem, KVStages, ConsumerBuffers) for 16-bit latents; the query's last tile is its rotary part."""
+def allocate_q_kv_and_consumer_buffers_bf16(CKV_MAP, KPE_MAP, STAGES: gl.constexpr, cfg: gl.constexpr):
+    """Returns (QuerySmem, SmemKV, ConsumerBuffers) for 16-bit latents; the query's last tile is its rotary part."""
     DTYPE: gl.constexpr = CKV_MAP.dtype
     ckv = gl.allocate_shared_memory(DTYPE, [STAGES * NUM_COLUMN_TILES, cfg.BLOCK_N, TILE_COLUMNS], CKV_MAP.layout)
     k_pe = gl.allocate_shared_memory(DTYPE, [STAGES, cfg.BLOCK_N, TILE_COLUMNS], KPE_MAP.layout)
@@ -733,9 +736,11 @@ def mla_decode_small_m_kernel(
     # Shared memory and barriers.
     if IS_FP8:
         Q_TERMS: gl.constexpr = 1 if Q_NOPE.dtype.element_ty == gl.float8e4nv else 2
-        q, smem_kv, buffers = allocate_smem_fp8(CKV_MAP, KPE_MAP, SCALES_MAP, Q_TERMS, STAGES, NUM_CONSUMERS, cfg)
+        q, smem_kv, buffers = allocate_q_kv_and_consumer_buffers_fp8(
+            CKV_MAP, KPE_MAP, SCALES_MAP, Q_TERMS, STAGES, NUM_CONSUMERS, cfg
+        )
     else:
-        q, smem_kv, buffers = allocate_smem_bf16(CKV_MAP, KPE_MAP, STAGES, cfg)
+        q, smem_kv, buffers = allocate_q_kv_and_consumer_buffers_bf16(CKV_MAP, KPE_MAP, STAGES, cfg)
     # NOTE: of two alternating warpgroups each waits for every other tile, and a wait sees only one phase back. With one
     # barrier for each of three stages the previous phase would be the other warpgroup's tile, possibly still in flight
     # when a later tile is full. With twice as many, a barrier belongs to one warpgroup for a whole work tile, at whose
@@ -744,8 +749,12 @@ def mla_decode_small_m_kernel(
         allocate_mbarriers(NUM_CONSUMERS * STAGES, copy_arrivals(cfg)), allocate_mbarriers(STAGES)
     )
     # Tile scheduler: this CTA's range.
-    call_scales = load_call_scales(softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE, cfg)
-    cta_range = make_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, block_counts, i_range, num_ranges, max_m_blocks, i_cta, cfg)
+    call_scales = load_score_and_value_scales(
+        softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE, cfg
+    )
+    cta_range = make_cta_range_of_flat_n_blocks(
+        SEQ_LENS, CU_SEQLENS_Q, B, block_counts, i_range, num_ranges, max_m_blocks, i_cta, cfg
+    )
     thread_barrier()  # arguments of the partitions may overwrite memory that reductions read
     # The producer is the default partition: it has four warps anyway.
     if NUM_CONSUMERS == 2:
@@ -754,8 +763,8 @@ def mla_decode_small_m_kernel(
         )
         gl.warp_specialize(
             [
-                (producer, (tensor_maps, cache_rows, page_lookup, mbarriers.full, mbarriers.empty, smem_kv, cta_range,
-                            (), STAGES, cfg)),
+                (tma_or_listed_rows_producer, (tensor_maps, cache_rows, page_lookup, mbarriers.full, mbarriers.empty,
+                                               smem_kv, cta_range, (), STAGES, cfg)),
                 (consumer, (tensors, q, smem_kv, mbarriers, buffers, call_scales, cta_range, strides, STAGES, 0,
                             NUM_CONSUMERS, cfg)),
                 (consumer, (tensors, q, smem_kv, mbarriers, buffers, call_scales, cta_range, strides, STAGES, 1,
@@ -768,8 +777,8 @@ def mla_decode_small_m_kernel(
         CONSUMER_REGISTERS: gl.constexpr = 216 if cfg.GROUP_SCALES else 232  # more would spill the addresses of scales
         gl.warp_specialize(
             [
-                (producer, (tensor_maps, cache_rows, page_lookup, mbarriers.full, mbarriers.empty, smem_kv, cta_range,
-                            (), STAGES, cfg)),
+                (tma_or_listed_rows_producer, (tensor_maps, cache_rows, page_lookup, mbarriers.full, mbarriers.empty,
+                                               smem_kv, cta_range, (), STAGES, cfg)),
                 (consumer, (tensors, q, smem_kv, mbarriers, buffers, call_scales, cta_range, strides, STAGES, 0,
                             NUM_CONSUMERS, cfg)),
             ],

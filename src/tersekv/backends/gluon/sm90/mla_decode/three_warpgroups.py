@@ -30,7 +30,7 @@ from ..parts.epilogue import cast_output, compute_acc_scale_and_lse, store_empty
 from ..parts.online_softmax import LAZY_ROW_MAX_PTX, split_columns
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_wait, sync_and_arrive
 from ..parts.tile_scheduler import find_work_tile_at_block, load_n_and_m_block_counts_of_requests
-from .gather import CacheRows, copy_arrivals, fence_copies, wait_copies
+from .gather import CacheRows, copy_arrivals, fence_async_shared_if_gathered, wait_full_and_fence_if_gathered
 from .params import (
     AttentionTensors,
     PageLookup,
@@ -40,16 +40,16 @@ from .params import (
     TensorMaps,
     dequant_packed,
     fits_all_requests,
-    load_call_scales,
     load_query_chunk,
-    make_cta_range,
+    load_score_and_value_scales,
+    make_cta_range_of_flat_n_blocks,
     make_uniform_through_smem,
     partial_row_ptr,
     store_num_splits_and_first_cta,
     store_partial_stats,
     zero_oob_rows_in_smem,
 )
-from .producer import SCALE_COLUMNS, ScaleBuffersAndFirstQFull, producer
+from .producer import SCALE_COLUMNS, ScalePrepAndFirstQFull, tma_or_listed_rows_producer
 
 BLOCK_M = gl.constexpr(64)  # query rows
 BLOCK_N = gl.constexpr(64)  # keys
@@ -175,7 +175,7 @@ def load_query_row_chunks(tensors, q_block, strides, first_row, NUM_ROWS: gl.con
 
 
 @gluon.jit
-def max_abs_bits(a, b):
+def elementwise_max_abs_bits(a, b):
     """Returns the larger magnitude of two bf16 tensors, as bits: int16."""
     a, b = a.to(gl.int16, bitcast=True), b.to(gl.int16, bitcast=True)
     return gl.inline_asm_elementwise(MAX_ABS_BF16X2_PTX, "=r,r,r", [a, b], gl.int16, True, 2)
@@ -188,10 +188,10 @@ def query_row_inv_scales_and_q_scales(chunks, negate_inv, CHUNKS: gl.constexpr):
     Scaled, each row's largest element lies in [128, 256): elements down to 2^-10 of that are exact in two e4m3 terms.
     """
     q_pe_chunk = chunks[CHUNKS]
-    abs_max = max_abs_bits(chunks[0], chunks[1])
+    abs_max = elementwise_max_abs_bits(chunks[0], chunks[1])
     for i in gl.static_range(2, CHUNKS):
-        abs_max = max_abs_bits(abs_max, chunks[i])
-    abs_max = gl.maximum(gl.max(abs_max, 1), gl.max(max_abs_bits(q_pe_chunk, q_pe_chunk), 1)).to(gl.int32)
+        abs_max = elementwise_max_abs_bits(abs_max, chunks[i])
+    abs_max = gl.maximum(gl.max(abs_max, 1), gl.max(elementwise_max_abs_bits(q_pe_chunk, q_pe_chunk), 1)).to(gl.int32)
     exponent = gl.maximum(abs_max >> 7, 8)
     inv_scale = ((261 - exponent) << 7 | gl.where(negate_inv, 0x8000, 0)).to(gl.int16).to(gl.bfloat16, bitcast=True)
     return inv_scale, gl.where(exponent == 255, float("nan"), ((exponent - 7) << 23).to(gl.float32, bitcast=True))
@@ -227,7 +227,8 @@ def negate_e4m3_if(x, negate):
 
 
 @gluon.jit
-def store_query_and_scales(chunks, q_nope, q_pe, q_scales, negate, i_step, Q_TERMS: gl.constexpr, cfg: gl.constexpr):
+def store_q_rows_and_scales(chunks, smem_q_nope, smem_q_pe, smem_q_scales, negate, i_step, Q_TERMS: gl.constexpr,
+                            cfg: gl.constexpr):  # fmt: skip
     """Stores a step's query rows, negated if `negate`, and their q_scales in shared memory."""
     CHUNKS: gl.constexpr = cfg.CHUNKS
     STEP: gl.constexpr = chunks[0].shape[0]
@@ -237,21 +238,21 @@ def store_query_and_scales(chunks, q_nope, q_pe, q_scales, negate, i_step, Q_TER
     if Q_TERMS == 2:
         inv_scale, q_scale = query_row_inv_scales_and_q_scales(chunks, negate, CHUNKS)
         for i in gl.static_range(CHUNKS):
-            store_e4m3_and_residual_of_step(chunks[i], inv_scale, q_nope, STEPS * i + i_step)
-        if q_pe.dtype == gl.bfloat16:
+            store_e4m3_and_residual_of_step(chunks[i], inv_scale, smem_q_nope, STEPS * i + i_step)
+        if smem_q_pe.dtype == gl.bfloat16:
             x = q_pe_chunk.to(gl.float32) * inv_scale.to(gl.float32)[:, None]
-            q_pe.index(i_step).store(x.to(gl.bfloat16))
+            smem_q_pe.index(i_step).store(x.to(gl.bfloat16))
         else:
-            store_e4m3_and_residual_of_step(q_pe_chunk, inv_scale, q_pe, i_step)
+            store_e4m3_and_residual_of_step(q_pe_chunk, inv_scale, smem_q_pe, i_step)
     else:
         q_scale = gl.full([STEP], 1.0, gl.float32, ROW)
         for i in gl.static_range(CHUNKS):
-            q_nope.index(STEPS * i + i_step).store(negate_e4m3_if(chunks[i], negate))
+            smem_q_nope.index(STEPS * i + i_step).store(negate_e4m3_if(chunks[i], negate))
         q_pe_chunk = negate_e4m3_if(q_pe_chunk, negate)
-        if q_pe.dtype == gl.bfloat16:
+        if smem_q_pe.dtype == gl.bfloat16:
             q_pe_chunk = q_pe_chunk.to(gl.bfloat16)
-        q_pe.index(i_step).store(q_pe_chunk)
-    q_scales.index(i_step).store(q_scale)
+        smem_q_pe.index(i_step).store(q_pe_chunk)
+    smem_q_scales.index(i_step).store(q_scale)
 
 
 @gluon.jit
@@ -269,7 +270,7 @@ def store_query_half_as_e4m3(tensors, q, q_scales, q_block, query_sign, strides,
     q_nope_rows, q_pe_rows = view_smem_rows_in_steps(q_nope, STEP), view_smem_rows_in_steps(q_pe, STEP)
     next_chunks = load_query_row_chunks(tensors, q_block, strides, I_ROW_HALF * HALF * STEP, STEP, WIDTH_PE, cfg)
     if HALF == 1:
-        store_query_and_scales(next_chunks, q_nope_rows, q_pe_rows, q_scales, query_sign < 0, I_ROW_HALF, Q_TERMS, cfg)
+        store_q_rows_and_scales(next_chunks, q_nope_rows, q_pe_rows, q_scales, query_sign < 0, I_ROW_HALF, Q_TERMS, cfg)
     else:
         for i_step in range(I_ROW_HALF * HALF, (I_ROW_HALF + 1) * HALF):
             chunks = next_chunks
@@ -278,14 +279,14 @@ def store_query_half_as_e4m3(tensors, q, q_scales, q_block, query_sign, strides,
                 gl.where(i_step + 1 < (I_ROW_HALF + 1) * HALF, q_block.seqlen_q, 0),
             )  # fmt: skip
             next_chunks = load_query_row_chunks(tensors, next_block, strides, (i_step + 1) * STEP, STEP, WIDTH_PE, cfg)
-            store_query_and_scales(chunks, q_nope_rows, q_pe_rows, q_scales, query_sign < 0, i_step, Q_TERMS, cfg)
+            store_q_rows_and_scales(chunks, q_nope_rows, q_pe_rows, q_scales, query_sign < 0, i_step, Q_TERMS, cfg)
     fence_async_shared()
 
 
 @gluon.jit
-def load_score_scales(q_scales, score_scale, LAYOUT: gl.constexpr):
+def load_positive_score_scales(smem_q_scales, score_scale, LAYOUT: gl.constexpr):
     """Returns the positive scale of each row's scores: [BLOCK_M]."""
-    row_scale = q_scales.load(LAYOUT) * gl.where(score_scale < 0, -score_scale, score_scale)
+    row_scale = smem_q_scales.load(LAYOUT) * gl.where(score_scale < 0, -score_scale, score_scale)
     return gl.where(row_scale < MIN_SCALE, MIN_SCALE, row_scale)
 
 
@@ -293,17 +294,17 @@ def load_score_scales(q_scales, score_scale, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def start_qk_chunk(q_chunk, k_chunk, zero, Q_TERMS: gl.constexpr):
+def start_qk_chunk(q_chunk, k_chunk, zero_acc, Q_TERMS: gl.constexpr):
     """Starts QK of a chunk of columns, for all terms of the query; returns it in flight."""
     if Q_TERMS == 2:
-        s = warpgroup_mma(q_chunk.slice(BLOCK_M, BLOCK_M), k_chunk, zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(q_chunk.slice(BLOCK_M, BLOCK_M), k_chunk, zero_acc, use_acc=False, is_async=True)
         return warpgroup_mma(q_chunk.slice(0, BLOCK_M), k_chunk, s, is_async=True)
     else:
-        return warpgroup_mma(q_chunk, k_chunk, zero, use_acc=False, is_async=True)
+        return warpgroup_mma(q_chunk, k_chunk, zero_acc, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def start_second_terms_qk(smem_kv, q, stage, opaque_zero, s, i_batch: gl.constexpr, cfg: gl.constexpr):
+def start_residual_and_rope_qk(smem_kv, q, stage, opaque_zero, s, i_batch: gl.constexpr, cfg: gl.constexpr):
     """Starts batch i_batch of MMA_BATCHES of QK for the query's second terms and the rotary part.
 
     The second terms are 2^-4 of the first: one accumulator holds them all. A warp stalls when too many MMAs are in
@@ -335,9 +336,9 @@ def arrive_p_full_if(p_full, is_set):
 
 
 @gluon.jit
-def compute_scores(smem_kv, q, second_terms_s, stage, opaque_zero, arrive_p_full_if_args, Q_TERMS: gl.constexpr,
+def compute_scores(smem_kv, q, residual_and_rope_s, stage, opaque_zero, arrive_p_full_if_args, Q_TERMS: gl.constexpr,
                    SCORE_LAYOUT: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
-    """Returns QK of a tile: fp32 [BLOCK_M, BLOCK_N]. second_terms_s: finished QK of second terms and rotary part
+    """Returns QK of a tile: fp32 [BLOCK_M, BLOCK_N]. residual_and_rope_s: finished QK of second terms and rotary part
 
     arrive_p_full_if_args: with one term, arguments of `arrive_p_full_if`, called once all MMAs have started
     """
@@ -347,7 +348,7 @@ def compute_scores(smem_kv, q, second_terms_s, stage, opaque_zero, arrive_p_full
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, SCORE_LAYOUT)
     q_0, k_0 = q_nope.index(opaque_zero).slice(0, BLOCK_M), ckv.index(stage * CHUNKS).permute((1, 0))
     x = warpgroup_mma(q_0, k_0, zero, use_acc=False, is_async=True)
-    s = second_terms_s
+    s = residual_and_rope_s
     if Q_TERMS == 1:
         next_x = warpgroup_mma(
             q_pe.index(opaque_zero), k_pe.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
@@ -366,12 +367,12 @@ def compute_scores(smem_kv, q, second_terms_s, stage, opaque_zero, arrive_p_full
 
 
 @gluon.jit
-def wait_and_compute_scores_with_group_scales(smem_kv, q, stage, opaque_zero, score_scales, scales_full, phase,
-                                              arrive_p_full_if_args, Q_TERMS: gl.constexpr,
-                                              SCORE_LAYOUT: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+def wait_group_scales_and_compute_scores(smem_kv, q, stage, opaque_zero, score_scales, scales_full, phase,
+                                         arrive_p_full_if_args, Q_TERMS: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
+                                         cfg: gl.constexpr):  # fmt: skip
     """Returns QK where each chunk of a key has a scale and the rotary part is bf16: fp32 [BLOCK_M, BLOCK_N].
 
-    `store_group_scales_max_and_v_ratios` stores score_scales and signals scales_full.
+    `store_group_scales_with_max_and_ratios` stores score_scales and signals scales_full.
     """
     CHUNKS: gl.constexpr = cfg.CHUNKS
     ckv, k_pe = smem_kv.latents, smem_kv.pe
@@ -484,31 +485,29 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             num_keys = make_uniform_through_smem(smem_uniform, 2, num_keys)
         # Wait for the query.
         mbarrier.wait(mbarriers.q_full.index(0), num_done & 1)
-        row_scales = load_score_scales(buffers.q_scales, scales.score_scale, ROW)
+        row_scales = load_positive_score_scales(buffers.q_scales, scales.score_scale, ROW)
         row_max = gl.full([BLOCK_M, LANES_PER_ROW], float("-inf"), gl.float32, LANE_LAYOUT)
         row_sum = gl.full([BLOCK_M, LANES_PER_ROW], 0.0, gl.float32, LANE_LAYOUT)
         zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S)
-        second_terms_s = zero
+        early_s = zero
         # Prologue: QK of second terms for the first tile.
         if PREFETCH_SECOND_TERMS_QK:
-            wait_copies(full.index(kv_iter % STAGES), (kv_iter // STAGES) & 1, cfg)
+            wait_full_and_fence_if_gathered(full.index(kv_iter % STAGES), (kv_iter // STAGES) & 1, cfg)
             for i in gl.static_range(MMA_BATCHES):
-                second_terms_s = start_second_terms_qk(
-                    smem_kv, q, kv_iter % STAGES, n_block_begin >> 30, second_terms_s, i, cfg
-                )
-            second_terms_s = warpgroup_mma_wait(0, [second_terms_s])
+                early_s = start_residual_and_rope_qk(smem_kv, q, kv_iter % STAGES, n_block_begin >> 30, early_s, i, cfg)
+            early_s = warpgroup_mma_wait(0, [early_s])
         for n_block in range(n_block_begin, n_block_end):
             # Wait for the tile.
             stage = kv_iter % STAGES
             if not PREFETCH_SECOND_TERMS_QK:
-                wait_copies(full.index(stage), (kv_iter // STAGES) & 1, cfg)
+                wait_full_and_fence_if_gathered(full.index(stage), (kv_iter // STAGES) & 1, cfg)
             # With two stages the next stage is the previous one, whose arrival was deferred to here.
             p_full_args = (p_full.index((p_iter + 1) % P_STAGES), n_block > n_block_begin)
             # QK.
             # NOTE: n_block >> 30 is 0. A constant would make the compiler keep, and spill, the descriptors of q.
             if cfg.GROUP_SCALES:
                 phase = (kv_iter // STAGES) & 1
-                s = wait_and_compute_scores_with_group_scales(
+                s = wait_group_scales_and_compute_scores(
                     smem_kv, q, stage, n_block >> 30, score_scales, mbarriers.scales_full.index(stage), phase,
                     p_full_args, Q_TERMS, S, cfg,
                 )  # fmt: skip
@@ -518,7 +517,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
                     + score_scales.index(SCALE_COLUMNS * stage + 4).load(gl.SliceLayout(0, S))[None, :]
                 )
             else:
-                s = compute_scores(smem_kv, q, second_terms_s, stage, n_block >> 30, p_full_args, Q_TERMS, S, cfg)
+                s = compute_scores(smem_kv, q, early_s, stage, n_block >> 30, p_full_args, Q_TERMS, S, cfg)
             # Release KV; with group scales, once the softmax has read them.
             if not cfg.GROUP_SCALES:
                 sync_and_arrive(empty.index(stage))
@@ -526,8 +525,8 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             if PREFETCH_SECOND_TERMS_QK:
                 next_stage = (kv_iter + 1) % STAGES
                 mbarrier.wait(full.index(next_stage), ((kv_iter + 1) // STAGES) & 1, pred=n_block + 1 < n_block_end)
-                fence_copies(cfg)
-                second_terms_s = start_second_terms_qk(smem_kv, q, next_stage, n_block >> 30, zero, 0, cfg)
+                fence_async_shared_if_gathered(cfg)
+                early_s = start_residual_and_rope_qk(smem_kv, q, next_stage, n_block >> 30, zero, 0, cfg)
             # Mask.
             s = apply_mask(s, n_block, num_keys, work_tile.seqlen_q, work_tile.m_block * cfg.BLOCK_M, cfg)
             # Online softmax, with lazy rescaling.
@@ -541,7 +540,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             rescale = gl.where(row_max_new == row_max, 1.0, gl.exp2(row_max - safe_max))
             row_max = row_max_new
             if PREFETCH_SECOND_TERMS_QK:
-                second_terms_s = start_second_terms_qk(smem_kv, q, next_stage, n_block >> 30, second_terms_s, 1, cfg)
+                early_s = start_residual_and_rope_qk(smem_kv, q, next_stage, n_block >> 30, early_s, 1, cfg)
             # P and row_sum.
             p = exp2_of_scores_minus_max(s, row_scales, safe_max, cfg)
             if cfg.GROUP_SCALES:
@@ -552,7 +551,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             else:
                 row_sum = row_sum * rescale + lane_row_sum(p)
             if PREFETCH_SECOND_TERMS_QK:
-                second_terms_s = start_second_terms_qk(smem_kv, q, next_stage, n_block >> 30, second_terms_s, 2, cfg)
+                early_s = start_residual_and_rope_qk(smem_kv, q, next_stage, n_block >> 30, early_s, 2, cfg)
             # Wait for a free P stage; store P and rescale.
             mbarrier.wait(p_empty.index(p_iter % P_STAGES), ((p_iter // P_STAGES) & 1) ^ 1)
             store_p_key_halves_to_smem(p, buffers.smem_p, p_iter % P_STAGES)
@@ -563,7 +562,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             fence_async_shared()
             if PREFETCH_SECOND_TERMS_QK:
                 sync_and_arrive(p_full.index(p_iter % P_STAGES))
-                second_terms_s = warpgroup_mma_wait(0, [second_terms_s])
+                early_s = warpgroup_mma_wait(0, [early_s])
             kv_iter += 1
             p_iter += 1
         if not PREFETCH_SECOND_TERMS_QK:
@@ -732,8 +731,9 @@ def store_output_or_unnormalized_partial_half(
 
 
 @gluon.jit
-def pv_warpgroup(tensors, q, smem_kv, mbarriers, buffers, score_scale, cta_range, strides, I_CONSUMER: gl.constexpr,
-                 STAGES: gl.constexpr, Q_TERMS: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+def load_q_and_pv_warpgroup(tensors, q, smem_kv, mbarriers, buffers, score_scale, cta_range, strides,
+                            I_CONSUMER: gl.constexpr, STAGES: gl.constexpr, Q_TERMS: gl.constexpr,
+                            cfg: gl.constexpr):  # fmt: skip
     """Computes PV of the CTA range for chunks 2 * I_CONSUMER and the next.
 
     For every work tile it first loads half of the query's rows.
@@ -863,15 +863,15 @@ def mla_decode_three_warpgroups_kernel(
     q_full, q_empty, first_q_full = allocate_mbarrier_groups(1, (2, 2, 2))
     mbarriers = Mbarriers(full, empty, p_full, p_empty, q_full, q_empty, first_q_full, scales_full)
     # Tile scheduler: this CTA's range.
-    call_scales = load_call_scales(softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE, cfg)
-    cta_range = make_cta_range(
+    call_scales = load_score_and_value_scales(
+        softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE, cfg
+    )
+    cta_range = make_cta_range_of_flat_n_blocks(
         SEQ_LENS, CU_SEQLENS_Q, B, block_counts, i_cta // cfg.HEADS, num_ctas // cfg.HEADS, max_m_blocks, i_cta, cfg
     )
     q, smem_kv = QuerySmem(q_nope, q_pe), SmemKV(ckv, k_pe, scales)
     buffers = SharedBuffers(smem_p, rescales, rescale_flags, q_scales, score_scales, v_scale_ratios, smem_uniform)
-    scale_buffers_and_first_q_full = ScaleBuffersAndFirstQFull(
-        mbarriers.first_q_full, score_scales, v_scale_ratios, mbarriers.scales_full
-    )
+    scale_prep_and_first_q_full = ScalePrepAndFirstQFull(first_q_full, score_scales, v_scale_ratios, scales_full)
     # With an 8-bit rotary part half of QK is of second terms: those MMAs overlap the previous softmax. Without second
     # terms, or with scales, which need registers, PV of the previous tile does.
     PREFETCH_SECOND_TERMS_QK: gl.constexpr = Q_TERMS == 2 and not cfg.GROUP_SCALES
@@ -880,14 +880,14 @@ def mla_decode_three_warpgroups_kernel(
     thread_barrier()  # arguments of the partitions may overwrite memory that reductions read
     gl.warp_specialize(
         [
-            (producer, (tensor_maps, cache_rows, page_lookup, mbarriers.full, mbarriers.empty, smem_kv, cta_range,
-                        scale_buffers_and_first_q_full, STAGES, cfg)),
+            (tma_or_listed_rows_producer, (tensor_maps, cache_rows, page_lookup, full, empty, smem_kv, cta_range,
+                                           scale_prep_and_first_q_full, STAGES, cfg)),
             (qk_softmax_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales, cta_range, strides, STAGES,
                                     PREFETCH_SECOND_TERMS_QK, Q_TERMS, cfg)),
-            (pv_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales.score_scale, cta_range, strides, 0,
-                            STAGES, Q_TERMS, cfg)),
-            (pv_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales.score_scale, cta_range, strides, 1,
-                            STAGES, Q_TERMS, cfg)),
+            (load_q_and_pv_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales.score_scale, cta_range,
+                                       strides, 0, STAGES, Q_TERMS, cfg)),
+            (load_q_and_pv_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales.score_scale, cta_range,
+                                       strides, 1, STAGES, Q_TERMS, cfg)),
         ],
         [4, 4, 4],
         [QK_REGISTERS, PV_REGISTERS, PV_REGISTERS],

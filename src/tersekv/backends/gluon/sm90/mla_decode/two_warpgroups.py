@@ -8,8 +8,8 @@ copies tiles by TMA, in groups of 128 columns, as each becomes free.
 Loops over groups are not unrolled, and each warp branches around rare work by itself: the code of all warps should fit
 the instruction cache, and no vote of a whole warpgroup should delay P.
 
-Mask: `apply_mask`; lazy row_max: `masked_softmax_to_p_and_lazy_row_max`; rescale: `rescale_acc`; wait for a
-free group: `acquire_and_copy_kv_tile`; combine: `combine.py`.
+Mask: `apply_mask`; lazy row_max: `masked_p_and_lazy_row_max`; rescale: `rescale_acc`; wait for a free group:
+`acquire_and_copy_kv_tile`; combine: `combine.py`.
 """
 
 from typing import NamedTuple
@@ -35,7 +35,14 @@ from ..parts.epilogue import (
 from ..parts.online_softmax import rescale_unless_all_ones_ptx_and_constraints
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
 from ..parts.tile_scheduler import find_work_tile_at_block, load_n_and_m_block_counts_of_requests
-from .gather import CacheRows, copy_arrivals, fence_copies, load_rows, signal_copies, start_copy_of_gathered_rows
+from .gather import (
+    CacheRows,
+    copy_arrivals,
+    fence_async_shared_if_gathered,
+    load_row_indices,
+    signal_copies,
+    start_copy_of_gathered_rows,
+)
 from .params import (
     AttentionTensors,
     CtaRange,
@@ -46,8 +53,8 @@ from .params import (
     Strides,
     TensorMaps,
     fits_all_requests,
-    load_call_scales,
-    make_cta_range,
+    load_score_and_value_scales,
+    make_cta_range_of_flat_n_blocks,
     make_uniform_through_smem,
     partial_row_ptr,
     store_num_splits_and_first_cta,
@@ -152,7 +159,7 @@ def acquire_and_gather_kv_tile(
 
 
 @gluon.jit
-def producer(tensor_maps, cache_rows, page_lookup, smem_kv, mbarriers, cta_range, cfg: gl.constexpr):
+def tma_or_listed_rows_producer(tensor_maps, cache_rows, page_lookup, smem_kv, mbarriers, cta_range, cfg: gl.constexpr):
     """Copies every tile of the CTA range.
 
     Unlike the other kernels' producer: tiles come in pairs, and groups of columns as each becomes free, so that one
@@ -173,14 +180,14 @@ def producer(tensor_maps, cache_rows, page_lookup, smem_kv, mbarriers, cta_range
         )  # fmt: skip
         p_page_ids = page_lookup.PAGE_TABLE + i_request.to(gl.int64) * page_lookup.stride
         if cfg.GATHER_ROWS:  # loaded an iteration ahead
-            next_rows = load_rows(p_page_ids, work_tile.n_block_begin, num_keys, TILE_COLUMNS, 16, cfg)
-            next_rows_right = load_rows(p_page_ids, work_tile.n_block_begin + 1, num_keys, TILE_COLUMNS, 16, cfg)
+            next_rows = load_row_indices(p_page_ids, work_tile.n_block_begin, num_keys, TILE_COLUMNS, 16, cfg)
+            next_rows_right = load_row_indices(p_page_ids, work_tile.n_block_begin + 1, num_keys, TILE_COLUMNS, 16, cfg)
         for n_block in range(work_tile.n_block_begin, n_block_end, 2):
             # Page lookup of a pair of tiles; copy them, as groups become free.
             if cfg.GATHER_ROWS:
                 rows, rows_right = next_rows, next_rows_right
-                next_rows = load_rows(p_page_ids, n_block + 2, num_keys, TILE_COLUMNS, 16, cfg)
-                next_rows_right = load_rows(p_page_ids, n_block + 3, num_keys, TILE_COLUMNS, 16, cfg)
+                next_rows = load_row_indices(p_page_ids, n_block + 2, num_keys, TILE_COLUMNS, 16, cfg)
+                next_rows_right = load_row_indices(p_page_ids, n_block + 3, num_keys, TILE_COLUMNS, 16, cfg)
                 acquire_and_gather_kv_tile(cache_rows, smem_kv, mbarriers, 0, rows, num_even_tiles, cfg)
             else:
                 ckv_rows, kpe_rows, _ = lookup_ckv_kpe_and_scale_tma_rows(
@@ -271,7 +278,7 @@ def wait_zero_oob_rows_and_start_qk(
     for j in range(COLUMN_GROUPS + opaque_zero):
         i_group = (j + stage * GROUPS_PER_WARPGROUP) % COLUMN_GROUPS
         mbarrier.wait(full.index(COLUMN_GROUPS * stage + i_group), iter_of_stage & 1)
-        fence_copies(cfg)
+        fence_async_shared_if_gathered(cfg)
         k_tiles = reinterpret(
             ckv.index(COLUMN_GROUPS * stage + i_group), q_nope.dtype, [TILES_PER_GROUP, BLOCK_N, TILE_COLUMNS],
             q_nope.layout,
@@ -283,7 +290,7 @@ def wait_zero_oob_rows_and_start_qk(
             )  # fmt: skip
     # Rotary part.
     mbarrier.wait(full.index(2 * COLUMN_GROUPS + stage), iter_of_stage & 1)
-    fence_copies(cfg)
+    fence_async_shared_if_gathered(cfg)
     return warpgroup_mma(q_pe.index(opaque_zero), k_pe.index(opaque_zero + stage).permute((1, 0)), s, is_async=True)
 
 
@@ -309,7 +316,7 @@ def exp2_minus_max(x, row_max):
 
 
 @gluon.jit
-def masked_softmax_to_p_and_lazy_row_max(s, row_max, score_scale, n_block, work_tile, cfg: gl.constexpr):
+def masked_p_and_lazy_row_max(s, row_max, score_scale, n_block, work_tile, cfg: gl.constexpr):
     """Returns (P, row_max_new) of masked scores; row_max is raised only where P would pass 2^RESCALE_THRESHOLD."""
     s = apply_mask(s, n_block, work_tile, cfg)
     block_max = gl.max(s, 1) * score_scale
@@ -365,7 +372,7 @@ def wait_p_rescale_and_start_pv_of_even_tile(
     rescaled."""
     ckv, k_pe = smem_kv.latents, smem_kv.pe
     mbarrier.wait(p_even_full.index(0), num_even_tiles & 1)
-    fence_copies(cfg)
+    fence_async_shared_if_gathered(cfg)
     row_max_new = smem_row_max_and_sum.index(0).load(row_max.type.layout)
     rescale = exp2_minus_max(row_max, row_max_new)
     return (
@@ -379,10 +386,10 @@ def wait_p_rescale_and_start_pv_of_even_tile(
 
 
 @gluon.jit
-def init_softmax_state(S: gl.constexpr, O: gl.constexpr, cfg: gl.constexpr):
+def init_row_max_row_sum_and_acc(SCORE_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr, cfg: gl.constexpr):
     """Returns (row_max, row_sum, acc_o) before the first tile."""
-    ROW: gl.constexpr = gl.SliceLayout(1, S)
-    acc_o = gl.full([cfg.BLOCK_M, GROUPS_PER_WARPGROUP * GROUP_COLUMNS], 0.0, gl.float32, O)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORE_LAYOUT)
+    acc_o = gl.full([cfg.BLOCK_M, GROUPS_PER_WARPGROUP * GROUP_COLUMNS], 0.0, gl.float32, ACC_LAYOUT)
     return gl.full([cfg.BLOCK_M], float("-inf"), gl.float32, ROW), gl.full([cfg.BLOCK_M], 0.0, gl.float32, ROW), acc_o
 
 
@@ -402,7 +409,7 @@ def mainloop_qk_even_tiles_pv_left_columns(
     n_block_begin, n_block_end, num_even_tiles, num_odd_tiles = (
         work_tile.n_block_begin, work_tile.n_block_end, tile_counts.num_even_tiles, tile_counts.num_odd_tiles,
     )  # fmt: skip
-    row_max, row_sum, acc_o = init_softmax_state(SCORE_LAYOUT, ACC_LAYOUT, cfg)
+    row_max, row_sum, acc_o = init_row_max_row_sum_and_acc(SCORE_LAYOUT, ACC_LAYOUT, cfg)
     for n_block in range(n_block_begin, n_block_end, 2):
         # QK, mask and softmax of the even tile.
         s = warpgroup_mma_wait(
@@ -413,7 +420,7 @@ def mainloop_qk_even_tiles_pv_left_columns(
                 )
             ],
         )
-        p, row_max_new = masked_softmax_to_p_and_lazy_row_max(s, row_max, score_scale, n_block, work_tile, cfg)
+        p, row_max_new = masked_p_and_lazy_row_max(s, row_max, score_scale, n_block, work_tile, cfg)
         p_16bit = p.to(k_pe.dtype)
         # Publish row_max and P.
         smem_row_max_and_sum.index(0).store(row_max_new)
@@ -430,7 +437,7 @@ def mainloop_qk_even_tiles_pv_left_columns(
         # Rescale and PV of the odd tile, with the other warpgroup's P.
         if n_block + 1 < n_block_end:
             mbarrier.wait(p_odd_full.index(0), num_odd_tiles & 1)
-            fence_copies(cfg)
+            fence_async_shared_if_gathered(cfg)
             row_max_new = smem_row_max_and_sum.index(1).load(row_max.type.layout)
             rescale = exp2_minus_max(row_max, row_max_new)
             row_max, row_sum, acc_o = row_max_new, row_sum * rescale, rescale_acc(acc_o, rescale)
@@ -453,7 +460,7 @@ def mainloop_qk_odd_tiles_pv_right_columns(
     n_block_begin, n_block_end, num_even_tiles, num_odd_tiles = (
         work_tile.n_block_begin, work_tile.n_block_end, tile_counts.num_even_tiles, tile_counts.num_odd_tiles,
     )  # fmt: skip
-    row_max, row_sum, acc_o = init_softmax_state(SCORE_LAYOUT, ACC_LAYOUT, cfg)
+    row_max, row_sum, acc_o = init_row_max_row_sum_and_acc(SCORE_LAYOUT, ACC_LAYOUT, cfg)
     for n_block in range(n_block_begin, n_block_end - 1, 2):
         # QK of the odd tile, PV of the even one.
         s = wait_zero_oob_rows_and_start_qk(
@@ -464,7 +471,7 @@ def mainloop_qk_odd_tiles_pv_right_columns(
         )
         # Mask and softmax; publish row_max and P.
         s = warpgroup_mma_wait(1, [s])
-        p, row_max_new = masked_softmax_to_p_and_lazy_row_max(s, row_max, score_scale, n_block + 1, work_tile, cfg)
+        p, row_max_new = masked_p_and_lazy_row_max(s, row_max, score_scale, n_block + 1, work_tile, cfg)
         p_16bit = p.to(k_pe.dtype)
         smem_row_max_and_sum.index(1).store(row_max_new)
         k_pe.index(1).store(p_16bit)
@@ -501,9 +508,10 @@ def token_and_head_of_row(o_r, h, q_begin, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_output_and_lse_or_unnormalized_partial(state, acc_scale, lse, smem_q, tensors, is_unsplit, partial_slot,
-    work_tile, h,
-                                 strides, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+def store_output_lse_or_unnormalized_state(
+    state, acc_scale, lse, smem_q, tensors, is_unsplit, partial_slot, work_tile, h, strides, I_CONSUMER: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
     """Stores this warpgroup's columns of the output, or of a split's partial state.
 
     They go through the memory of this warpgroup's half of the query, so that rows are contiguous: 5 µs less.
@@ -607,7 +615,7 @@ def consumer(
         partial_slot = 2 * i_cta + (work_tile.n_block_begin == 0).to(gl.int32)
         is_unsplit = work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks
         state = SoftmaxState(row_max, row_sum, mainloop_state.acc_o)
-        store_output_and_lse_or_unnormalized_partial(
+        store_output_lse_or_unnormalized_state(
             state, acc_scale, lse, q.latents, tensors, is_unsplit, partial_slot, work_tile, h, strides, I_CONSUMER, cfg
         )
         block += work_tile.n_block_end - work_tile.n_block_begin
@@ -667,8 +675,8 @@ def mla_decode_two_warpgroups_kernel(
         (allocate_mbarriers(1), allocate_mbarriers(1)), (allocate_mbarriers(1), allocate_mbarriers(1))
     )
     # Tile scheduler: this CTA's range, uniform in each warp.
-    scales = load_call_scales(softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE, cfg)
-    cta_range = make_cta_range(
+    scales = load_score_and_value_scales(softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE, cfg)
+    cta_range = make_cta_range_of_flat_n_blocks(
         SEQ_LENS, CU_SEQLENS_Q, B, block_counts, i_cta // cfg.HEADS, num_ctas // cfg.HEADS, max_m_blocks, i_cta, cfg
     )
     smem_uniform = gl.allocate_shared_memory(gl.int32, [5, 1], FLAT_LAYOUT)
@@ -685,7 +693,7 @@ def mla_decode_two_warpgroups_kernel(
     CONSUMER_REGISTERS: gl.constexpr = 216 if cfg.GATHER_ROWS else 240
     gl.warp_specialize(
         [
-            (producer, (tensor_maps, cache_rows, page_lookup, smem_kv, mbarriers, cta_range, cfg)),
+            (tma_or_listed_rows_producer, (tensor_maps, cache_rows, page_lookup, smem_kv, mbarriers, cta_range, cfg)),
             (
                 consumer,
                 (tensors, q, smem_kv, mbarriers, epilogue_barriers, smem_row_max_and_sum, scales, cta_range, strides,

@@ -47,8 +47,8 @@ from .tile_scheduler import (
     publish_work_tile,
     request_head_and_m_block_of_work_tile,
     start_qk,
-    unpack_work_tile,
-    zero_oob_rows_and_nan_elements_of_smem_v,
+    unpack_published_work_tile,
+    zero_oob_and_nan_in_smem_v_and_fence,
 )
 
 BLOCK_N, STAGES, REGISTERS = 128, 2, 240
@@ -207,7 +207,7 @@ def qk_softmax_and_prev_pv_step(
     mbarrier.wait(v_full.index(stage), (kv_iter // STAGES) & 1)
     if MASKED:  # noqa: SIM102 - known to the compiler, unlike the other
         if may_have_nan:
-            zero_oob_rows_and_nan_elements_of_smem_v(v_s.index(stage), num_keys)
+            zero_oob_and_nan_in_smem_v_and_fence(v_s.index(stage), num_keys)
     # Wait for PV, free its stage, rescale
     acc_o = warpgroup_mma_wait(0, [acc_o])
     mbarrier.arrive(v_empty.index(prev_stage), count=1)
@@ -301,7 +301,7 @@ def consumer(
     mbarrier.wait(q_full.index(I_CONSUMER), 0)
     info_fields = buffers.tile_info.index(I_CONSUMER).load(REPLICATED_LAYOUT)
     thread_barrier()  # before one thread arrives on q_empty for all
-    tile_info = unpack_work_tile(info_fields)
+    tile_info = unpack_published_work_tile(info_fields)
     if tile_info.num_n_blocks > 0:
         # First key block of the first work tile: QK, mask, softmax
         n_start = (tile_info.num_n_blocks - 1) * BLOCK_N
@@ -309,7 +309,7 @@ def consumer(
         s = start_qk(q, q_pe, k_s.index(0), kpe_s.index(0), S)
         mbarrier.wait(v_full.index(0), 0)
         if may_have_nan:
-            zero_oob_rows_and_nan_elements_of_smem_v(v_s.index(0), tile_info.num_keys - n_start)
+            zero_oob_and_nan_in_smem_v_and_fence(v_s.index(0), tile_info.num_keys - n_start)
         s = warpgroup_mma_wait(0, [s])
         mbarrier.arrive(k_empty.index(0), count=1)
         mbarrier.arrive(q_empty.index(I_CONSUMER), count=1, pred=tile_info.num_n_blocks == 1)
@@ -350,7 +350,7 @@ def consumer(
             mbarrier.wait(q_full.index(I_CONSUMER), num_done & 1)
             info_fields = buffers.tile_info.index(I_CONSUMER).load(REPLICATED_LAYOUT)
             thread_barrier()
-            tile_info = unpack_work_tile(info_fields)
+            tile_info = unpack_published_work_tile(info_fields)
             has_next_tile = tile_info.num_n_blocks > 0
             n_start = (tile_info.num_n_blocks - 1) * BLOCK_N
             last_key = gl.minimum(o_m + tile_info.causal_limit, tile_info.num_keys - 1)
@@ -375,7 +375,7 @@ def consumer(
             p_packed = pack_p_16bit(p, v_s.dtype)
             mbarrier.wait(v_full.index(stage), (kv_iter // STAGES) & 1, pred=has_next_tile)
             if may_have_nan:
-                zero_oob_rows_and_nan_elements_of_smem_v(v_s.index(stage), tile_info.num_keys - n_start)
+                zero_oob_and_nan_in_smem_v_and_fence(v_s.index(stage), tile_info.num_keys - n_start)
             kv_iter += 1
 
 
@@ -467,7 +467,7 @@ def head_dims(f: SimpleNamespace) -> HeadDims:
     return HeadDims(f.q.shape[1], f.q.shape[2] - rope, rope, f.out.shape[2])
 
 
-def attention_args_without_tensor_maps(
+def common_attention_args(
     f: SimpleNamespace, i_chunk: int, num_rows: int, block_m: int, needs_lse_for_merge: bool
 ) -> dict[str, Any]:
     """Returns arguments of either attention kernel for a chunk of `num_rows` rows, without tensor maps and counters."""
@@ -502,7 +502,7 @@ def make_attention_launch(
     """
     several_chunks = has_previous_chunk or has_next_chunk
     arguments: dict[str, Any] = q_nope_q_pe_kv_and_kpe_tensor_map_args(f, num_rows, BLOCK_N)
-    arguments |= attention_args_without_tensor_maps(f, i_chunk, num_rows, BLOCK_M.value, several_chunks) | {
+    arguments |= common_attention_args(f, i_chunk, num_rows, BLOCK_M.value, several_chunks) | {
         **tensor_args(OUT_RESIDUAL="OUT_RESIDUAL" if several_chunks else "out", WORK_COUNTER="WORK_COUNTER"),
         # read only if needed
         "OVERFLOW_FLAG": TensorArg("WORK_COUNTER", row=OVERFLOWED if only_if_overflowed else 0),

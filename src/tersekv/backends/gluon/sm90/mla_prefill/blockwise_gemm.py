@@ -5,7 +5,7 @@ they are added in fp32. A persistent CTA walks over a range of 128 x 128 tiles, 
 other: the panel stays in shared memory, and the next one is copied meanwhile. A producer warp copies by TMA; two
 consumer warpgroups have 64 latents each, and scale one half of their columns while the MMA of the other runs.
 
-Wait for a free stage: `producer`; scales and their prefetch: `consumer`; no mask, no combine.
+Wait for a free stage: `latent_and_weight_panel_producer`; scales and their prefetch: `consumer`; no mask, no combine.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def cta_tile_range(num_tiles):
 
 
 @gluon.jit
-def producer(A, W, num_m_blocks, num_tiles, buffers, mbarriers, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr):
+def latent_and_weight_panel_producer(
+    A, W, num_m_blocks, num_tiles, buffers, mbarriers, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr
+):
     """Copies each weight panel once, and for each tile the latents in blocks of 128 columns."""
     a_s, w_s = buffers.a, buffers.w
     a_full, a_empty, w_full, w_empty = mbarriers
@@ -112,7 +114,7 @@ def start_mma_of_weight_row_half(a, w, I_HALF: gl.constexpr, ACC_LAYOUT: gl.cons
 
 
 @gluon.jit
-def load_latent_and_weight_scales(scales, m_block, i_panel, k_block, o_m, num_rows):
+def load_latent_scales_and_weight_scale(scales, m_block, i_panel, k_block, o_m, num_rows):
     """Loads scales of an iteration: of its latents, and of its weight block."""
     p_a = scales.A + k_block * scales.a_stride.to(gl.int64) + m_block * BLOCK + o_m
     a_scale = gl.load(p_a, mask=m_block * BLOCK + o_m < num_rows, other=0.0)
@@ -138,7 +140,7 @@ def consumer(
     is_new_panel = True  # this tile's panel differs from the last tile's
     panel_stage = 0
     # Scales are loaded one iteration ahead, so that no MMA waits for them.
-    a_scale, w_scale = load_latent_and_weight_scales(scales, m_block, i_panel, 0, o_m, num_rows)
+    a_scale, w_scale = load_latent_scales_and_weight_scale(scales, m_block, i_panel, 0, o_m, num_rows)
     for i_tile in range(tile_begin, tile_end):
         # Wait for the tile's weight panel; release the last one
         if is_new_panel:
@@ -156,7 +158,7 @@ def consumer(
         product_right, prev_scale = acc_left, a_scale
         for k_block in gl.static_range(K_BLOCKS):
             scale = a_scale * w_scale
-            a_scale, w_scale = load_latent_and_weight_scales(
+            a_scale, w_scale = load_latent_scales_and_weight_scale(
                 scales, next_m_block if k_block == K_BLOCKS - 1 else m_block,
                 next_panel if k_block == K_BLOCKS - 1 else i_panel,
                 (k_block + 1) % K_BLOCKS, o_m, num_rows,
@@ -224,7 +226,7 @@ def blockwise_gemm_kernel(
         [
             (consumer, (OUT, scales, num_rows, num_m_blocks, num_tiles, buffers, mbarriers, 0, K_BLOCKS, STAGES)),
             (consumer, (OUT, scales, num_rows, num_m_blocks, num_tiles, buffers, mbarriers, 1, K_BLOCKS, STAGES)),
-            (producer, (A, W, num_m_blocks, num_tiles, buffers, mbarriers, K_BLOCKS, STAGES)),
+            (latent_and_weight_panel_producer, (A, W, num_m_blocks, num_tiles, buffers, mbarriers, K_BLOCKS, STAGES)),
         ],
         [4, 1], [232, 24],
     )  # fmt: skip

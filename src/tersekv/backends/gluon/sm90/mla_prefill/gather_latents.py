@@ -1,5 +1,5 @@
 """Gathers and quantizes a chunk's latent rows for MLA prefill on Hopper, bit for bit as Triton's
-`gather_latents_kernel`.
+`gather_and_requantize_latents_kernel`.
 
 Its CTAs also prepare the next launches: they rotate queries, clear outputs of rows of no request and the counter, and
 flag rows that may hold a NaN. New rows are stored by an earlier launch: what one request appends, another one of the
@@ -64,7 +64,7 @@ def apply_rope_to_heads_in_place(
 
 
 @triton.jit
-def rope_queries_and_store_empty_padding_outputs(
+def rope_queries_or_clear_padding_outputs(
     Q, OUT, LSE, FREQS_CIS, CACHE_LENS, CU_SEQLENS_Q, grid_stride_first_token, num_tokens, B, H, max_pos, stride_qt,
     stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_freqs_cis,
     DN: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
@@ -92,24 +92,22 @@ def rope_queries_and_store_empty_padding_outputs(
 
 
 @triton.jit(do_not_specialize=["B", "max_pages", "num_tokens", "max_pos"])
-def gather_latents_kernel(
+def gather_and_requantize_latents_kernel(
     Q, CKV, KPE, SCALES, FREQS_CIS, PAGE_TABLE, CACHE_LENS, CU_SEQLENS_Q, CHUNK_ROW_OFFSETS, CACHE_OFFSETS, KV_SCALE,
-    OUT, LSE, CODES_OR_LATENTS_OUT, SCALES_OUT, K_PE_OUT, WORK_COUNTER,
-    MAY_HAVE_NAN, kv_scale, num_tokens, B, H, max_pages, num_pages, max_pos, stride_qt, stride_qh, stride_cp, stride_cs,
-    stride_kp,
-    stride_ks, stride_sp, stride_ss, stride_ot, stride_oh, stride_lt, stride_lh, stride_table, stride_freqs_cis,
-    stride_scales_out,
+    OUT, LSE, CODES_OR_LATENTS_OUT, SCALES_OUT, K_PE_OUT, WORK_COUNTER_OUT, MAY_HAVE_NAN_OUT, kv_scale, num_tokens, B,
+    H, max_pages, num_pages, max_pos, stride_qt, stride_qh, stride_cp, stride_cs, stride_kp, stride_ks, stride_sp,
+    stride_ss, stride_ot, stride_oh, stride_lt, stride_lh, stride_table, stride_freqs_cis, stride_scales_out,
     PAGE: tl.constexpr, DN: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, R: tl.constexpr, L_PAD: tl.constexpr,
     R_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, STORAGE_KIND: tl.constexpr,
     NATIVE_FP8_CAST: tl.constexpr,
     ROPE_Q_AND_CLEAR_PADDING: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Gathers one row of the chunk, clears WORK_COUNTER's 4 numbers, and stores MAY_HAVE_NAN [rows]."""
+    """Gathers one row of the chunk, clears WORK_COUNTER_OUT's 4 numbers, and stores MAY_HAVE_NAN_OUT [rows]."""
     pdl_early_launch_and_wait(USE_PDL)
     i_row = tl.program_id(0).to(tl.int64)
-    tl.store(WORK_COUNTER + tl.arange(0, 4), tl.zeros([4], tl.int32), mask=i_row == 0)
+    tl.store(WORK_COUNTER_OUT + tl.arange(0, 4), tl.zeros([4], tl.int32), mask=i_row == 0)
     if ROPE_Q_AND_CLEAR_PADDING:
-        rope_queries_and_store_empty_padding_outputs(
+        rope_queries_or_clear_padding_outputs(
             Q, OUT, LSE, FREQS_CIS, CACHE_LENS, CU_SEQLENS_Q, i_row, num_tokens, B, H, max_pos, stride_qt, stride_qh,
             stride_ot, stride_oh,
             stride_lt, stride_lh, stride_freqs_cis, DN, R, R_PAD, DV, DV_PAD, BLOCK_H,
@@ -136,9 +134,9 @@ def gather_latents_kernel(
     latent = load_dequantized_latent_row(p_c, p_s, kv_scale, valid, L, L_PAD, STORAGE_KIND, NATIVE_FP8_CAST)
     # Codes and scales are finite or NaN, and bf16 holds every sum of them; other GEMMs may overflow.
     if SCALES_OUT is None or K_PE_OUT.dtype.element_ty == tl.float16:
-        tl.store(MAY_HAVE_NAN + i_row, 1)
+        tl.store(MAY_HAVE_NAN_OUT + i_row, 1)
     else:
-        tl.store(MAY_HAVE_NAN + i_row, tl.max((latent != latent).to(tl.int32), 0))
+        tl.store(MAY_HAVE_NAN_OUT + i_row, tl.max((latent != latent).to(tl.int32), 0))
     # Store codes and scales, or 16-bit latents; then the rotary part. Missing rows are 0, and their scales too.
     if SCALES_OUT is not None:
         codes, scale = quantize_row_to_e4m3_and_group_scales(latent, L_PAD, NATIVE_FP8_CAST)
@@ -162,8 +160,8 @@ def make_gather_launch(
 ) -> KernelLaunch:  # fmt: skip
     """Returns the launch for a chunk of `num_rows` rows, in buffers for `max_rows`. is_first_chunk: of the call."""
     output_tensors = tensor_args(
-        BYTES, CODES_OR_LATENTS_OUT="CODES", SCALES_OUT="SCALES", K_PE_OUT="K_PE", WORK_COUNTER="WORK_COUNTER",
-        MAY_HAVE_NAN="MAY_HAVE_NAN",
+        BYTES, CODES_OR_LATENTS_OUT="CODES", SCALES_OUT="SCALES", K_PE_OUT="K_PE", WORK_COUNTER_OUT="WORK_COUNTER",
+        MAY_HAVE_NAN_OUT="MAY_HAVE_NAN",
     )  # fmt: skip
     arguments = (
         latent_cache_and_page_table_args(f)
@@ -178,5 +176,10 @@ def make_gather_launch(
     }  # fmt: skip
     # Two warps: a row is short, and more programs wait for memory at a time.
     return KernelLaunch(
-        gather_latents_kernel, (num_rows,), arguments, num_warps=2, enable_fp_fusion=False, launch_pdl=use_pdl
+        gather_and_requantize_latents_kernel,
+        (num_rows,),
+        arguments,
+        num_warps=2,
+        enable_fp_fusion=False,
+        launch_pdl=use_pdl,
     )

@@ -39,7 +39,7 @@ from ..parts.tensor_maps import tensor_map_arg
 from .attention import (
     OVERFLOWED,
     TAKEN_BY_THREE_WARPGROUPS,
-    attention_args_without_tensor_maps,
+    common_attention_args,
     q_nope_q_pe_kv_and_kpe_tensor_map_args,
 )
 from .tile_scheduler import (
@@ -57,8 +57,8 @@ from .tile_scheduler import (
     publish_work_tile,
     request_head_and_m_block_of_work_tile,
     start_qk,
-    unpack_work_tile,
-    zero_oob_rows_and_nan_elements_of_smem_v,
+    unpack_published_work_tile,
+    zero_oob_and_nan_in_smem_v_and_fence,
 )
 
 REGISTERS = 160
@@ -243,7 +243,7 @@ def qk_softmax_pv_step(
         if i * HALF_BLOCK_N < COLUMNS:
             if MASK_AND_UPDATE_MAX:  # noqa: SIM102 - known to the compiler, unlike the other
                 if may_have_nan:
-                    zero_oob_rows_and_nan_elements_of_smem_v(v_half, num_keys - i * HALF_BLOCK_N)
+                    zero_oob_and_nan_in_smem_v_and_fence(v_half, num_keys - i * HALF_BLOCK_N)
             acc_o = warpgroup_mma(unpack_p_16bit(p_halves[i], v_s.dtype, P), v_half, acc_o, is_async=True)
     # Wait for PV, free its stages
     acc_o = warpgroup_mma_wait(0, [acc_o])
@@ -306,7 +306,7 @@ def store_output_lse_and_flag_overflow(args, tile_info, state, I_CONSUMER: gl.co
 
 
 @gluon.jit
-def consumer(args, I_CONSUMER: gl.constexpr, STORE_LSE: gl.constexpr):
+def consumer_of_64_queries(args, I_CONSUMER: gl.constexpr, STORE_LSE: gl.constexpr):
     """Attends, as one warpgroup, 64 queries of every work tile of this CTA."""
     score_scale, buffers, mbarriers = args.score_scale, args.buffers, args.mbarriers
     DV: gl.constexpr = buffers.v.shape[2]
@@ -326,7 +326,7 @@ def consumer(args, I_CONSUMER: gl.constexpr, STORE_LSE: gl.constexpr):
         mbarrier.wait(mbarriers.q_full.index(I_CONSUMER), num_done & 1)
         info_fields = buffers.tile_info.index(I_CONSUMER).load(REPLICATED_LAYOUT)
         thread_barrier()  # before one thread arrives on q_empty for all
-        tile_info = unpack_work_tile(info_fields)
+        tile_info = unpack_published_work_tile(info_fields)
         causal_limit, num_keys, num_n_blocks = tile_info.causal_limit, tile_info.num_keys, tile_info.num_n_blocks
         num_done += 1
         if num_n_blocks >= 0:
@@ -423,9 +423,9 @@ def attention_three_warpgroups_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (consumer, (consumer_args, 0, STORE_LSE)),
-            (consumer, (consumer_args, 1, STORE_LSE)),
-            (consumer, (consumer_args, 2, STORE_LSE)),
+            (consumer_of_64_queries, (consumer_args, 0, STORE_LSE)),
+            (consumer_of_64_queries, (consumer_args, 1, STORE_LSE)),
+            (consumer_of_64_queries, (consumer_args, 2, STORE_LSE)),
             (producer, (tensor_maps, work_queue, buffers, mbarriers)),
         ],
         [4, 4, 1], [REGISTERS_PER_THREAD, REGISTERS_PER_THREAD, 24],
@@ -444,12 +444,14 @@ def is_faster_than_two_warpgroups(f: SimpleNamespace, num_sms: int) -> bool:
     )
 
 
-def make_attention_launch(f: SimpleNamespace, i_chunk: int, num_rows: int, num_sms: int, use_pdl: bool) -> KernelLaunch:
+def make_three_consumers_attention_launch(
+    f: SimpleNamespace, i_chunk: int, num_rows: int, num_sms: int, use_pdl: bool
+) -> KernelLaunch:
     """Returns the launch for the only chunk, of `num_rows` rows (WORK_COUNTER: `attention.make_attention_launch`)."""
     tensor_maps = q_nope_q_pe_kv_and_kpe_tensor_map_args(f, num_rows, BLOCK_N.value)
     dim_v, columns = f.out.shape[2], f.kv_b_proj.shape[0]
     layout = gl.NVMMASharedLayout.get_default_for([ROWS_PER_WARPGROUP.value, 64], gl.bfloat16)
-    arguments = attention_args_without_tensor_maps(f, i_chunk, num_rows, BLOCK_M.value, False) | {
+    arguments = common_attention_args(f, i_chunk, num_rows, BLOCK_M.value, False) | {
         "Q": tensor_maps["Q"], "Q_PE_MAP": tensor_maps["Q_PE_MAP"], "KEYS": tensor_maps["KV"],
         "KPE_MAP": tensor_maps["KPE_MAP"],
         "VALUES": tensor_map_arg("KV", [num_rows, columns], [columns, 1], [HALF_BLOCK_N.value, dim_v], layout),

@@ -123,7 +123,7 @@ def publish_work_tile(SMEM, q_row, valid_row_bound, causal_limit, num_keys, num_
 
 
 @gluon.jit
-def unpack_work_tile(info_fields):
+def unpack_published_work_tile(info_fields):
     """Returns a work tile's WorkTileInfo, as it was published."""
     q_row, valid_row_bound, causal_limit = (
         element_as_scalar(info_fields, 0), element_as_scalar(info_fields, 1), element_as_scalar(info_fields, 2),
@@ -173,7 +173,7 @@ def start_qk(q, q_pe, k, k_pe, SCORE_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def zero_oob_rows_and_nan_elements_of_smem_v(smem_v, num_valid):
+def zero_oob_and_nan_in_smem_v_and_fence(smem_v, num_valid):
     """Zeroes invalid rows and NaN in a tile of V: P = 0 does not hide NaN.
 
     A NaN of the request's own later tokens is zeroed too; queries that see such a token still get NaN from its key.
