@@ -13,8 +13,8 @@ from ...formats import LATENT_SINKS, LISTS, LSE_OF_KEYS, UE8M0, latent_format
 from ..host import launch
 from ..host.attention_launches import (
     attention_launches,
-    output_lse_softmax_scale_and_varlen_constants,
     output_and_workspace_args,
+    output_lse_softmax_scale_and_varlen_constants,
     page_table_lengths_and_softmax_scale_args,
 )
 from ..host.bind import (
