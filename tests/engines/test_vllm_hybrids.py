@@ -17,7 +17,7 @@ from tersekv.recipe import recipe
 ModelRegistry.register_model("FalconH1ForCausalLM", falcon_h1.FalconH1ForCausalLM)
 # vLLM's name → ours, the model's dtype, and tokens of a block: the fewest, in steps of 16, that take a state's bytes
 CASES = {
-    "auto": ("fp16", "float16", 528), "fp8": ("fp8_e4m3", "float32", 1056),
+    "auto": ("fp16", "float16", 272), "fp8": ("fp8_e4m3", "float32", 1056),
     "int8_per_token_head": ("int8_per_token_head", "float32", 1040),
     "int4_per_token_head": ("int4_per_token_head", "float32", 2048), "nvfp4": ("nvfp4", "float32", 1888),
 }  # fmt: skip

@@ -28,8 +28,8 @@ os.environ.update(
 import pytest
 import torch
 
-# On CPUs with AMX vLLM calls kernels that the CUDA build lacks.
-torch.cpu._is_amx_tile_supported = lambda: False
+# Where these are, vLLM calls kernels that the CUDA build lacks, and keeps states in fp32 for them.
+torch.cpu._is_amx_tile_supported = torch.cpu._is_avx512_bf16_supported = lambda: False
 _library = torch.library.Library("_C", "FRAGMENT")
 
 
