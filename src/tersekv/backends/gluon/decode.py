@@ -53,13 +53,13 @@ from .sm90.parts.tensor_maps import (
     MMA_KEYS,
     KVLayout,
     TensorMapSpec,
-    kv_map_spec,
+    kv_map_spec_or_none,
     make_kv_and_scale_map_specs,
     make_kv_layout,
     min_keys_per_copy,
-    num_scale_heads,
+    num_scale_heads_of_head_parts,
     pack_heads_into_swizzle_128b_rows,
-    scale_map_spec,
+    scale_map_spec_or_none,
     tensor_map_from_spec,
 )
 
@@ -151,14 +151,15 @@ def why_not(f: SimpleNamespace) -> str | None:
     if parts > 1:
         heads = choose_heads_per_cta(f, choose_tile_config(f, choose_block_m(f)).heads_per_cta)
     for name in ("k_cache", "v_cache"):
-        if kv_map_spec(getattr(f, name), heads, keys, parts) is None:
+        if kv_map_spec_or_none(getattr(f, name), heads, keys, parts) is None:
             apart = "multiples of 16 bytes, or of 8 with heads side by side, an even number of them"
             return f"wants {name} with rows at equal distances that are {apart}"
     for x, side in ((fmt, f.k_scale_cache), (v_fmt, f.v_scale_cache)):
         if (
             side is not None
             and not is_large_m(f)
-            and scale_map_spec(side, num_scale_heads(x, heads, parts), keys, x.scale == BLOCK) is None
+            and scale_map_spec_or_none(side, num_scale_heads_of_head_parts(x, heads, parts), keys, x.scale == BLOCK)
+            is None
         ):
             beside = "wants stored scales with heads or slots side by side, at multiples of 16 bytes"
             return (

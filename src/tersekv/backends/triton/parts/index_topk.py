@@ -226,7 +226,7 @@ def index_candidates_kernel(
     SOURCE, STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, CANDIDATES, B, first_row, width, k, keep_first,
     keep_last,
     stride_st, stride_sh, columns_offset, first_round_max_per_split, max_per_split, num_splits, candidates_offset,
-    HEADS: tl.constexpr, COLUMNS_PER_SPLIT: tl.constexpr, WARPS: tl.constexpr, NUM_ROUNDS: tl.constexpr,
+    HEADS: tl.constexpr, COLUMNS_PER_SPLIT: tl.constexpr, WARPS: tl.constexpr, NUM_PREVIOUS_ROUNDS: tl.constexpr,
     KEYS_PER_COLUMN: tl.constexpr, USE_PTX: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """Stores the candidates of one split of one row of one head: `max_per_split` keys, 0 behind the last, and their
@@ -238,8 +238,8 @@ def index_candidates_kernel(
     visible, _group, _is_open, start = num_visible_columns_open_group_is_open_start(
         STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_request, t, width, KEYS_PER_COLUMN, cfg
     )
-    num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_ROUNDS)
-    p_row = SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh + (start if NUM_ROUNDS == 0 else 0)
+    num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_PREVIOUS_ROUNDS)
+    p_row = SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh + (start if NUM_PREVIOUS_ROUNDS == 0 else 0)
     source = Source(p_row, num, keep_first, keep_last)
     begin = i_split * COLUMNS_PER_SPLIT
     if begin < source.num:
@@ -267,7 +267,7 @@ def index_topk_kernel(
     keep_last,
     stride_st, stride_sh, columns_offset, first_round_max_per_split, stride_ot, stride_oh, stride_lt, stride_lh,
     HEADS: tl.constexpr, COLUMNS_OUT: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ONE_BLOCK: tl.constexpr,
-    WARPS: tl.constexpr, COLUMNS_PER_SPLIT: tl.constexpr, NUM_ROUNDS: tl.constexpr, HAS_GROUP: tl.constexpr,
+    WARPS: tl.constexpr, COLUMNS_PER_SPLIT: tl.constexpr, NUM_PREVIOUS_ROUNDS: tl.constexpr, HAS_GROUP: tl.constexpr,
     KEYS_PER_COLUMN: tl.constexpr, USE_PTX: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """Stores the selected columns of one row of one head."""
@@ -277,8 +277,8 @@ def index_topk_kernel(
     visible, group, is_open, start = num_visible_columns_open_group_is_open_start(
         STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_request, t, width, KEYS_PER_COLUMN, cfg
     )
-    num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_ROUNDS)
-    p_row = SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh + (start if NUM_ROUNDS == 0 else 0)
+    num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_PREVIOUS_ROUNDS)
+    p_row = SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh + (start if NUM_PREVIOUS_ROUNDS == 0 else 0)
     source = Source(p_row, num, keep_first, keep_last)
     p_out = OUT + t.to(tl.int64) * stride_ot + line * stride_oh
     key = load_sortable_score_keys(source, 0, BLOCK_COLUMNS, WARPS)
@@ -367,7 +367,8 @@ def index_topk_launches(
         "first_row": rows.start, "width": width, "k": f.k, "keep_first": min(f.keep_first, f.k - last),
         "keep_last": last, "HEADS": lines, "COLUMNS_PER_SPLIT": split,
     } | kernels.constants  # fmt: skip
-    source = {"SOURCE": scores, "stride_st": strides[0], "stride_sh": strides[1], "columns_offset": 0, "NUM_ROUNDS": 0}
+    source = {"SOURCE": scores, "stride_st": strides[0], "stride_sh": strides[1], "columns_offset": 0}
+    source["NUM_PREVIOUS_ROUNDS"] = 0
     launches, num_entries = [], width
     rounds = num_candidates_and_max_per_split_by_round(width, f.k)
     row_args["first_round_max_per_split"] = rounds[0][1] if rounds else 0
@@ -386,7 +387,7 @@ def index_topk_launches(
         ))  # fmt: skip
         source = {
             "SOURCE": candidates, "stride_st": lines * entries, "stride_sh": entries, "columns_offset": offset,
-            "NUM_ROUNDS": i + 1,
+            "NUM_PREVIOUS_ROUNDS": i + 1,
         }  # fmt: skip
         num_entries = entries
     block = min(max(launch.next_power_of_2(num_entries), 256), _MAX_SPLIT if rounds else split)

@@ -22,8 +22,8 @@ from ....triton.parts import combine as portable
 from ....triton.parts.tile_scheduler import split_metadata_ptr
 from ...versions import thread_barrier
 from ..parts.combine import accumulate_splits
-from ..parts.dequant import load_scale_per_head
-from ..parts.epilogue import cast_output, compute_acc_scale_and_lse
+from ..parts.dequant import load_device_or_host_scale_per_head
+from ..parts.epilogue import cast_output_saturating_fp8, compute_acc_scale_and_lse
 from .layouts import query_heads_of_rows
 
 # ---- counters of arrived splits: their memory needs no initialization ----
@@ -250,7 +250,7 @@ def store_combined_output_and_lse(
     m_row, q_row = row_in_tile < num_q_rows_left, row_begin + row_in_tile
     q_heads = query_heads_of_rows(kv_heads, q_row, cfg, tile_cfg)
     tokens = (q_begin + q_row // cfg.GROUP).to(gl.int64)
-    v_scale = load_scale_per_head(
+    v_scale = load_device_or_host_scale_per_head(
         scales.v_scale, scales.V_SCALE, kv_heads // tile_cfg.HEAD_DIM_PARTS, cfg.HAS_V_SCALE, cfg.V_SCALE_STRIDE
     ) * (scales.out_scale * cfg.V_RESIDUAL_SCALE)
     acc_scale, lse = compute_acc_scale_and_lse(row_max, row_sum, v_scale, tensors.SINKS, q_heads, m_row, cfg)
@@ -261,7 +261,7 @@ def store_combined_output_and_lse(
     p_out = p_row[:, None] + (cfg.PACK * packed_column + o_d // cfg.BLOCK_DV)[None, :]
     gl.store(
         p_out,
-        cast_output(unrotated_acc_o * acc_scale[:, None], OUT, cfg),
+        cast_output_saturating_fp8(unrotated_acc_o * acc_scale[:, None], OUT, cfg),
         mask=m_row[:, None] & (packed_column < cfg.DV // cfg.PACK)[None, :],
     )
     if cfg.HAS_LSE:

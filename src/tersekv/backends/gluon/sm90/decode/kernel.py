@@ -26,21 +26,21 @@ from ...versions import thread_barrier
 from ..parts.combine import num_splits_of_tile, split_metadata_ptr
 from ..parts.dequant import (
     INT4_ODD_SCALE,
+    convert_8_or_16bit_v_to_16bit_operands,
     convert_k_codes_to_16bit_operands,
-    convert_v_codes_to_16bit_operands,
     dequant_e2m1_to_4_operands,
-    int4_v_minus_zero_points_to_operands,
+    int4_v_minus_zero_points_to_fp16_subnormals,
     int4_zero_points,
-    load_scale,
-    load_scale_per_head,
+    load_device_or_host_scale,
+    load_device_or_host_scale_per_head,
     log2_and_reciprocal,
     mma_dtype,
 )
-from ..parts.epilogue import cast_output, compute_acc_scale_and_lse, store_empty_output_of_padding_rows
+from ..parts.epilogue import cast_output_saturating_fp8, compute_acc_scale_and_lse, store_empty_output_of_padding_rows
 from ..parts.hadamard import (
-    allocate_smem_column_scales,
+    allocate_smem_k_and_v_column_scales,
     load_k_and_v_column_scales,
-    store_smem_column_scales,
+    store_smem_k_and_v_column_scales,
     unrotate_and_scale_acc,
 )
 from ..parts.mask import MaskArgs, is_visible, keys_visible_to_any_row_mask, unmasked_n_block_range
@@ -48,7 +48,7 @@ from ..parts.online_softmax import (
     LOG2E,
     SoftmaxState,
     apply_softcap_to_log2_scores,
-    lazy_row_max_rescale_and_flag_by_lane,
+    lazy_row_max_rescale_and_warp_flag,
     rescale_if_flagged,
 )
 from ..parts.pipeline import allocate_full_barriers, pdl_launch_dependents, pdl_wait, wait_copies
@@ -56,7 +56,7 @@ from ..parts.tile_scheduler import (
     advance_to_request_of_block,
     assign_equal_cta_range,
     assign_unsplit_request,
-    load_request_shape,
+    load_request_lengths_and_block_counts,
     make_work_tile_at_block,
 )
 from . import shared_tiles as large_m
@@ -276,7 +276,7 @@ def accumulate_pv_of_mma_tile(
             smem_scales_of_mma_tile(smem_block_scales_or_zero_points, i_tile_in_ring, True, tile_cfg),
             gl.SliceLayout(1, A), tile_cfg,
         )  # fmt: skip
-        v = int4_v_minus_zero_points_to_operands(packed, int4_zero_points(token_scales).to(gl.int16)[:, None, :])
+        v = int4_v_minus_zero_points_to_fp16_subnormals(packed, int4_zero_points(token_scales).to(gl.int16)[:, None, :])
     elif tile_cfg.V.SCALE_KIND == "block":
         smem_scales = smem_scales_of_mma_tile(smem_block_scales_or_zero_points, i_tile_in_ring, True, tile_cfg)
         block_scales = load_and_expand_v_block_scales_to_fp16(smem_scales.permute([0, 2, 1]), cfg, tile_cfg)
@@ -285,7 +285,7 @@ def accumulate_pv_of_mma_tile(
         v = dequant_e2m1_to_4_operands(packed, block_scales, False)
     else:
         V: gl.constexpr = tile_cfg.V
-        v = convert_v_codes_to_16bit_operands(packed, V)
+        v = convert_8_or_16bit_v_to_16bit_operands(packed, V)
     acc_new = ()
     for i in gl.static_range(gl.constexpr(tile_cfg.V.PACK)):
         acc_new = acc_new + (mma_v2(v[i], p_operand, acc_o[i]),)
@@ -411,7 +411,7 @@ def mainloop_step_lazy_rescale(
         smem_kv, full_stage, q, score_scales, softcap, n_block, mask_args, MASKED, cfg, tile_cfg
     )
     # Online softmax: lazy row_max, rescale where it was raised.
-    row_max, rescale, flag = lazy_row_max_rescale_and_flag_by_lane(
+    row_max, rescale, flag = lazy_row_max_rescale_and_warp_flag(
         gl.max(view_by_lane(max_over_tiles), 1), state.row_max, cfg.BLOCK_M // tile_cfg.WARPS_PER_HEAD // 4
     )
     safe_max, row_sum = gl.where(row_max == float("-inf"), 0.0, row_max), state.row_sum * rescale
@@ -530,7 +530,7 @@ def store_unsplit_output_and_lse(
     for j in gl.static_range(gl.constexpr(cfg.PACK)):
         gl.store(
             p_out + j,
-            cast_output(state.acc_o[j] * acc_scale[:, None, :], OUT, cfg),
+            cast_output_saturating_fp8(state.acc_o[j] * acc_scale[:, None, :], OUT, cfg),
             mask=valid_output_element_mask(m_row, o_d, cfg, tile_cfg),
         )
     if cfg.HAS_LSE:
@@ -600,7 +600,7 @@ def decode_small_m_or_shared_tiles_kernel(
     NUM_BARRIER_GROUPS: gl.constexpr = 2 + num_scale_copies(tile_cfg)
     full_barriers = allocate_full_barriers(NUM_BARRIER_GROUPS, tile_cfg.STAGES)
     smem_kv = allocate_smem_kv(tile_cfg)
-    smem_column_scales = allocate_smem_column_scales(smem_kv.k[0], cfg, tile_cfg)
+    smem_column_scales = allocate_smem_k_and_v_column_scales(smem_kv.k[0], cfg, tile_cfg)
     if tile_cfg.NUM_QUERY_STAGES > 0:
         smem_prefetched_q = allocate_smem_prefetched_q_ring(Q, cfg, tile_cfg)
     if tile_cfg.LARGE_M:
@@ -626,7 +626,7 @@ def decode_small_m_or_shared_tiles_kernel(
     block, block_end, i_request, n_block_base = (
         cta_range.block_begin, cta_range.block_end, cta_range.i_request, cta_range.n_block_base,
     )  # fmt: skip
-    store_smem_column_scales(smem_column_scales, column_scales)
+    store_smem_k_and_v_column_scales(smem_column_scales, column_scales)
     if tile_cfg.K.ROTATION.ENABLED or tile_cfg.V.ROTATION.ENABLED:
         thread_barrier()
     if block < block_end:
@@ -653,16 +653,17 @@ def decode_small_m_or_shared_tiles_kernel(
                 tile_cfg,
             )
             heads = heads // tile_cfg.HEAD_DIM_PARTS
-        score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E
+        score_scale = load_device_or_host_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E
         scales = CallScales(score_scale, k_scale, K_SCALE, v_scale, V_SCALE,
-                            load_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE), softcap)  # fmt: skip
-        head_score_scales = scales.score_scale * load_scale_per_head(
+                            load_device_or_host_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE), softcap)  # fmt: skip
+        head_score_scales = scales.score_scale * load_device_or_host_scale_per_head(
             k_scale, K_SCALE, heads, cfg.HAS_K_SCALE, cfg.K_SCALE_STRIDE
         )
         v_out_scale = (
-            load_scale_per_head(v_scale, V_SCALE, heads, cfg.HAS_V_SCALE, cfg.V_SCALE_STRIDE) * scales.out_scale
+            load_device_or_host_scale_per_head(v_scale, V_SCALE, heads, cfg.HAS_V_SCALE, cfg.V_SCALE_STRIDE)
+            * scales.out_scale
         )
-        request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
+        request = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
         iter = 0
         while block < block_end:
             # Next work tile.

@@ -14,12 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...versions import thread_barrier
 from ..parts.combine import num_splits_of_tile, split_metadata_ptr
-from ..parts.dequant import load_scale, load_scale_per_head
+from ..parts.dequant import load_device_or_host_scale, load_device_or_host_scale_per_head
 from ..parts.epilogue import store_empty_output_of_padding_rows
 from ..parts.hadamard import (
-    allocate_smem_column_scales,
+    allocate_smem_k_and_v_column_scales,
     load_k_and_v_column_scales,
-    store_smem_column_scales,
+    store_smem_k_and_v_column_scales,
     unrotate_and_scale_acc,
 )
 from ..parts.mask import MaskArgs, unmasked_n_block_range
@@ -29,7 +29,7 @@ from ..parts.tile_scheduler import (
     advance_to_request_of_block,
     assign_rounded_cta_range,
     assign_unsplit_request,
-    load_request_shape,
+    load_request_lengths_and_block_counts,
     make_work_tile_at_block,
 )
 from .combine import TileSplits, arrive_and_combine_in_levels_if_last, load_first_level_counter_for_init_check
@@ -130,14 +130,14 @@ def consumer(
         tile_cfg,
     )
     heads = heads // tile_cfg.HEAD_DIM_PARTS
-    head_score_scales = scales.score_scale * load_scale_per_head(
+    head_score_scales = scales.score_scale * load_device_or_host_scale_per_head(
         scales.k_scale, scales.K_SCALE, heads, cfg.HAS_K_SCALE, cfg.K_SCALE_STRIDE
     )
     v_out_scale = (
-        load_scale_per_head(scales.v_scale, scales.V_SCALE, heads, cfg.HAS_V_SCALE, cfg.V_SCALE_STRIDE)
+        load_device_or_host_scale_per_head(scales.v_scale, scales.V_SCALE, heads, cfg.HAS_V_SCALE, cfg.V_SCALE_STRIDE)
         * scales.out_scale
     )
-    request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, block < block_end, cfg)
+    request = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, block < block_end, cfg)
     iter = 0
     while block < block_end:
         # Next work tile.
@@ -231,7 +231,7 @@ def decode_producer_warp_kernel(
     SPLIT_METADATA = split_metadata_ptr(SPLIT_WORKSPACE, num_ranges * cfg.HEADS, cfg)
     # Shared memory.
     smem_kv = allocate_smem_kv(tile_cfg)
-    smem_column_scales = allocate_smem_column_scales(smem_kv.k[0], cfg, tile_cfg)
+    smem_column_scales = allocate_smem_k_and_v_column_scales(smem_kv.k[0], cfg, tile_cfg)
     smem_q = allocate_smem_q_fragments(cfg, tile_cfg) if cfg.BLOCK_M > 16 else smem_kv.k[0]
     full_barriers, empty_barriers = allocate_mbarrier_groups(tile_cfg.STAGES, (1, 1))
     fence_async_shared()
@@ -251,11 +251,11 @@ def decode_producer_warp_kernel(
         cta_range = assign_unsplit_request(SEQ_LENS, CU_SEQLENS_Q, i_range, head_group, cfg)
     else:
         cta_range = assign_rounded_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, head_group, cfg)
-    store_smem_column_scales(smem_column_scales, column_scales)
+    store_smem_k_and_v_column_scales(smem_column_scales, column_scales)
     tensors = AttentionTensors(Q, SEQ_LENS, CU_SEQLENS_Q, MASK, SINKS, OUT, LSE, SPLIT_WORKSPACE, SPLIT_METADATA)
     scales = CallScales(
-        load_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E, k_scale, K_SCALE, v_scale, V_SCALE,
-        load_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE), softcap,
+        load_device_or_host_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E, k_scale, K_SCALE,
+        v_scale, V_SCALE, load_device_or_host_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE), softcap,
     )  # fmt: skip
     strides = Strides(stride_q_t, stride_q_h, stride_mask_t, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h)
     tensor_maps = TensorMaps(K, V, K_SCALES, V_SCALES)

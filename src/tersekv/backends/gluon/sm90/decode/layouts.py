@@ -279,7 +279,7 @@ def query_heads_of_rows(kv_heads, o_r, cfg: gl.constexpr, tile_cfg: gl.constexpr
 @gluon.jit
 def packed_column_offset_in_padded_tile(kv_heads, IS_V: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the packed column of a copied row at which a head's own columns begin
-    (`tensor_maps._heads_per_aligned_copy_and_word_shift`)."""
+    (`tensor_maps._padded_heads_and_word_shift_per_head`)."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
     return kv_heads % SIDE.PADDED_HEADS * SIDE.HEAD_SHIFT
 

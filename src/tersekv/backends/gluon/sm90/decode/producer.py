@@ -16,12 +16,12 @@ from ...versions import async_load, reinterpret, tma_load
 from ..parts.dequant import (
     INT4_ODD_SCALE,
     INT4_RESIDUAL_SCALE,
-    exponent_and_inv_scale_of_rows,
+    biased_exponent_and_inv_scale_of_rows,
     exponent_to_float,
     mma_dtype,
 )
 from ..parts.hadamard import scale_and_rotate_query
-from ..parts.tile_scheduler import load_request_shape
+from ..parts.tile_scheduler import load_request_lengths_and_block_counts
 from .layouts import mma_layout, packed_column_offset_in_padded_tile, query_heads_of_rows, query_load_layout
 
 
@@ -174,7 +174,9 @@ def load_page_ids_of_copies(
 def init_prefetch_position(page_lookup, cta_range, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the PrefetchPosition at the first n_block of the CTA range."""
     block, enabled = cta_range.block_begin, cta_range.block_begin < cta_range.block_end
-    shape = load_request_shape(page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, cta_range.i_request, enabled, cfg)
+    shape = load_request_lengths_and_block_counts(
+        page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, cta_range.i_request, enabled, cfg
+    )
     m_block = (block - cta_range.n_block_base) // shape.num_n_blocks
     n_block = (block - cta_range.n_block_base) % shape.num_n_blocks
     page_ids = load_page_ids_of_copies(
@@ -200,7 +202,7 @@ def advance_prefetch_position(prefetch_pos, page_lookup, range_block_end, cfg: g
             num_m_blocks = block * 0
             while num_m_blocks == 0:
                 i_request += 1
-                num_n_blocks, num_m_blocks, first_n_block, num_keys, _rows, _q0 = load_request_shape(
+                num_n_blocks, num_m_blocks, first_n_block, num_keys, _rows, _q0 = load_request_lengths_and_block_counts(
                     page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, i_request, True, cfg
                 )
     page_ids = load_page_ids_of_copies(
@@ -237,7 +239,7 @@ def start_code_tile_copy(
             0,
             0,
         ]  # a row may hold several heads (`pack_heads_into_swizzle_128b_rows`)
-    elif len(SMEM_SHAPE) == 6:  # heads in groups (`tensor_maps._heads_per_aligned_copy_and_word_shift`)
+    elif len(SMEM_SHAPE) == 6:  # heads in groups (`tensor_maps._padded_heads_and_word_shift_per_head`)
         coords = [(page_id * ROWS_PER_PAGE + page_slot) // KEYS_PER_COPY, first_head // SMEM_SHAPE[-3], 0, 0, 0]
     else:
         coords = [
@@ -397,7 +399,7 @@ def rotate_to_query_operands_and_q_scales(q, smem_column_scales, cfg: gl.constex
     MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     q = scale_and_rotate_query(q.to(gl.float32), smem_column_scales, 2, cfg, tile_cfg)
-    exponent, inv_scale = exponent_and_inv_scale_of_rows(gl.max(gl.abs(q), 2))
+    exponent, inv_scale = biased_exponent_and_inv_scale_of_rows(gl.max(gl.abs(q), 2))
     q = (q * inv_scale[:, :, None]).to(mma_dtype(cfg))
     L: gl.constexpr = gl.SliceLayout(1, MMA)
     q_scales = gl.convert_layout(exponent_to_float(exponent) * cfg.K_RESIDUAL_SCALE, L)

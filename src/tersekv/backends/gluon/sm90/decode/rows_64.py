@@ -25,23 +25,23 @@ from ...versions import reinterpret, thread_barrier
 from ..parts.combine import num_splits_of_tile, split_metadata_ptr
 from ..parts.dequant import (
     BLOCK_SCALE_PTX,
+    biased_exponent_and_inv_scale_of_rows,
     convert_k_codes_to_16bit_operands,
     dequant_e2m1_to_4_operands,
-    exponent_and_inv_scale_of_rows,
     exponent_to_float,
     head_column_of_converted_column,
     int4_rows_minus_zero_points_to_operands,
     int4_zero_points,
-    load_scale,
-    load_scale_per_head,
+    load_device_or_host_scale,
+    load_device_or_host_scale_per_head,
     log2_and_reciprocal,
 )
 from ..parts.epilogue import store_empty_output_of_padding_rows
 from ..parts.hadamard import (
-    allocate_smem_column_scales,
+    allocate_smem_k_and_v_column_scales,
     load_k_and_v_column_scales,
     scale_and_rotate_query,
-    store_smem_column_scales,
+    store_smem_k_and_v_column_scales,
     unrotate_and_scale_acc,
 )
 from ..parts.mask import MaskArgs, is_visible_in_block, keys_visible_to_any_row_mask, unmasked_n_block_range
@@ -70,7 +70,7 @@ from ..parts.pipeline import (
 from ..parts.tile_scheduler import (
     advance_to_request_of_block,
     assign_equal_cta_range,
-    load_request_shape,
+    load_request_lengths_and_block_counts,
     make_work_tile_at_block,
 )
 from .kernel import AttentionTensors, CallScales, Strides, store_split_metadata, work_tile_metadata_ptr
@@ -370,7 +370,7 @@ def producer_and_converter(
             prefetch_pos, i_prefetch, full_barriers, tensor_maps, smem_kv, kv_head, block_end, cfg, tile_cfg
         )
         prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg, tile_cfg)
-    request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, block < block_end, cfg)
+    request = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, block < block_end, cfg)
     packed = wait_and_load_packed_block(smem_kv.k, full_barriers[0], iter, num_blocks > 0, cfg, tile_cfg)
     while block < block_end:
         # Next work tile.
@@ -460,7 +460,7 @@ def load_query_fp16_fragment_and_q_scales(
         gl.float32
     )
     x = scale_and_rotate_query(x, smem_column_scales, 1, cfg, tile_cfg)
-    exponent, inv_scale = exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
+    exponent, inv_scale = biased_exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
     inv_scale = inv_scale * q_sign
     q_scales = gl.convert_layout(exponent_to_float(exponent) * cfg.K_RESIDUAL_SCALE, gl.SliceLayout(1, S))
     return (x * inv_scale[:, None]).to(gl.float16), q_scales
@@ -704,16 +704,16 @@ def consumer(
     block, block_end, i_request, n_block_base = (
         cta_range.block_begin, cta_range.block_end, cta_range.i_request, cta_range.n_block_base,
     )  # fmt: skip
-    head_score_scale = scales.score_scale * load_scale_per_head(
+    head_score_scale = scales.score_scale * load_device_or_host_scale_per_head(
         scales.k_scale, scales.K_SCALE, kv_head, cfg.HAS_K_SCALE, cfg.K_SCALE_STRIDE
     )
     v_out_scale = (
-        load_scale_per_head(scales.v_scale, scales.V_SCALE, kv_head, cfg.HAS_V_SCALE, cfg.V_SCALE_STRIDE)
+        load_device_or_host_scale_per_head(scales.v_scale, scales.V_SCALE, kv_head, cfg.HAS_V_SCALE, cfg.V_SCALE_STRIDE)
         * scales.out_scale
     )
     # Q is multiplied by the scale's sign, so that the highest score is the largest element of the accumulator.
     sign = gl.where(head_score_scale < 0, -1.0, 1.0)
-    request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, block < block_end, cfg)
+    request = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, block < block_end, cfg)
     iter = 0
     while block < block_end:
         # Next work tile.
@@ -791,7 +791,7 @@ def decode_64_rows_per_warpgroup_kernel(
     if cfg.TOKEN_SCALES:
         PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         token_scales = gl.allocate_shared_memory(gl.float32, [SCALE_STAGES * NUM_SCALE_VECTORS, cfg.BLOCK_N], PLAIN)
-    smem_column_scales = allocate_smem_column_scales(converted_kv, cfg, tile_cfg)
+    smem_column_scales = allocate_smem_k_and_v_column_scales(converted_kv, cfg, tile_cfg)
     full_barriers = allocate_full_barriers(2, tile_cfg.STAGES)
     converted_full, converted_empty = (
         allocate_mbarriers(tile_cfg.CONVERTED_STAGES, 1),
@@ -809,11 +809,11 @@ def decode_64_rows_per_warpgroup_kernel(
         (K_SIGNS, V_SIGNS), (K_CHANNEL_SCALES, V_CHANNEL_SCALES), kv_head, cfg, tile_cfg
     )
     cta_range = assign_equal_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, kv_head, cfg)
-    store_smem_column_scales(smem_column_scales, column_scales)
+    store_smem_k_and_v_column_scales(smem_column_scales, column_scales)
     tensors = AttentionTensors(Q, SEQ_LENS, CU_SEQLENS_Q, MASK, SINKS, OUT, LSE, SPLIT_WORKSPACE, SPLIT_METADATA)
     scales = CallScales(
-        load_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E, k_scale, K_SCALE, v_scale, V_SCALE,
-        load_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE), softcap,
+        load_device_or_host_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E, k_scale, K_SCALE,
+        v_scale, V_SCALE, load_device_or_host_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE), softcap,
     )  # fmt: skip
     strides = Strides(stride_q_t, stride_q_h, stride_mask_t, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h)
     tensor_maps = TensorMaps(K, V, K_SCALES, V_SCALES)

@@ -27,14 +27,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...versions import reinterpret, thread_barrier
 from ..parts.dequant import (
     BLOCK_SCALE_PTX,
+    biased_exponent_and_inv_scale_of_rows,
     convert_k_codes_to_16bit_operands,
     dequant_e2m1_to_4_operands,
-    exponent_and_inv_scale_of_rows,
     exponent_to_float,
     head_column_of_converted_column,
     log2_and_reciprocal,
 )
-from ..parts.epilogue import cast_output, compute_acc_scale_and_lse
+from ..parts.epilogue import cast_output_saturating_fp8, compute_acc_scale_and_lse
 from ..parts.hadamard import scale_and_rotate_query
 from ..parts.mask import is_visible_in_block, keys_visible_to_any_row_mask
 from ..parts.online_softmax import SoftmaxState, apply_softcap_to_log2_scores
@@ -151,7 +151,7 @@ def store_query_unfenced_and_return_q_scales(
         gl.float32
     )
     x = scale_and_rotate_query(x, smem_column_scales, 1, cfg, tile_cfg)
-    exponent, inv_scale = exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
+    exponent, inv_scale = biased_exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
     thread_barrier()  # MMAs of the previous work tile may still read
     smem_q.store((x * inv_scale[:, None]).to(gl.float16))
     q_scales = exponent_to_float(exponent) * cfg.K_RESIDUAL_SCALE
@@ -456,7 +456,7 @@ def store_unsplit_output_and_lse_of_head(
     )
     o_d = head_column_of_converted_column(gl.arange(0, cfg.PACK * cfg.PACKED_V, gl.SliceLayout(0, O)), cfg)
     p_out = (OUT + tokens * strides.out_t + q_heads * strides.out_h)[:, None] + o_d[None, :]
-    gl.store(p_out, cast_output(state.acc_o * acc_scale[:, None], OUT, cfg), mask=m_row[:, None])
+    gl.store(p_out, cast_output_saturating_fp8(state.acc_o * acc_scale[:, None], OUT, cfg), mask=m_row[:, None])
     if cfg.HAS_LSE:
         gl.store(LSE + tokens * strides.lse_t + q_heads * strides.lse_h, lse, mask=m_row)
 

@@ -8,12 +8,14 @@ from triton.experimental.gluon import language as gl
 from ....triton.parts.dequant import E4M3_PTX
 from ...versions import reinterpret
 from ..parts.combine import num_splits_of_tile, store_split_metadata
-from ..parts.dequant import load_scale
+from ..parts.dequant import load_device_or_host_scale
 from ..parts.online_softmax import LOG2E
 from ..parts.tile_scheduler import (
     find_request_and_base_of_block,
-    rounded_or_unsplit_bounds_blocks_per_range,
-    rounded_or_unsplit_bounds_request_and_base,
+    flat_block_ends_from_counts,
+    request_and_base_of_block_from_ends,
+    rounded_or_unsplit_bounds_and_blocks_per_range,
+    rounded_or_unsplit_bounds_blocks_per_range_from_counts,
 )
 
 
@@ -109,14 +111,14 @@ def load_score_and_value_scales(
     softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE, cfg: gl.constexpr
 ):
     """Returns the call's Scales."""
-    scale_kv = load_scale(kv_scale, KV_SCALE, cfg.HAS_V_SCALE)
-    score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E * scale_kv
-    return Scales(score_scale, scale_kv * load_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE))
+    scale_kv = load_device_or_host_scale(kv_scale, KV_SCALE, cfg.HAS_V_SCALE)
+    score_scale = load_device_or_host_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E * scale_kv
+    return Scales(score_scale, scale_kv * load_device_or_host_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE))
 
 
 @gluon.constexpr_function
 def fits_all_requests(cfg):
-    """Whether BLOCK_B holds all requests: then lengths are loaded early (`load_n_and_m_block_counts_of_requests`)."""
+    """Whether BLOCK_B holds all requests: then lengths are loaded early (`load_n_and_m_block_counts`)."""
     return cfg.BLOCK_B < 1024 and not cfg.UNSPLIT
 
 
@@ -124,13 +126,17 @@ def fits_all_requests(cfg):
 def make_cta_range_of_flat_n_blocks(
     SEQ_LENS, CU_SEQLENS_Q, B, block_counts_of_all_requests, i_range, num_ranges, max_m_blocks, i_cta, cfg: gl.constexpr
 ):
-    """Returns this CTA's CtaRange. The counts are `load_n_and_m_block_counts_of_requests`', if BLOCK_B holds all."""
+    """Returns this CTA's CtaRange. The counts are `load_n_and_m_block_counts`', if BLOCK_B holds all."""
     if fits_all_requests(cfg):
-        block_begin, block_end, blocks_per_range, i_request, n_block_base = rounded_or_unsplit_bounds_request_and_base(
+        flat_block_ends = flat_block_ends_from_counts(block_counts_of_all_requests)
+        block_begin, block_end, blocks_per_range = rounded_or_unsplit_bounds_blocks_per_range_from_counts(
             block_counts_of_all_requests, i_range, num_ranges, cfg
         )
+        i_request, n_block_base = request_and_base_of_block_from_ends(
+            flat_block_ends, block_counts_of_all_requests, gl.minimum(block_begin, block_end - 1)
+        )
     else:
-        block_begin, block_end, blocks_per_range = rounded_or_unsplit_bounds_blocks_per_range(
+        block_begin, block_end, blocks_per_range = rounded_or_unsplit_bounds_and_blocks_per_range(
             SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg
         )
         i_request, n_block_base = find_request_and_base_of_block(

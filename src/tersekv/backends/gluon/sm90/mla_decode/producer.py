@@ -14,7 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...versions import tma_load
 from ..parts.pipeline import sync_and_arrive
-from ..parts.tile_scheduler import advance_to_request_of_block, load_request_shape, make_work_tile_at_block
+from ..parts.tile_scheduler import (
+    advance_to_request_of_block,
+    load_request_lengths_and_block_counts,
+    make_work_tile_at_block,
+)
 from .gather import load_row_indices, signal_copies, start_copy_of_gathered_rows
 
 SCALE_COLUMNS = gl.constexpr(6)  # rows of score_scales of a stage
@@ -113,7 +117,9 @@ def tma_producer_with_scale_prep(
     LATENT_BYTES: gl.constexpr = cfg.DV * CKV_MAP.dtype.primitive_bitwidth // 8
     STAGE_BYTES: gl.constexpr = cfg.BLOCK_N * (LATENT_BYTES + PE_BYTES + (4 * cfg.CHUNKS if cfg.GROUP_SCALES else 0))
     kv_iter = 0
-    request = load_request_shape(page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, i_request, True, cfg)
+    request = load_request_lengths_and_block_counts(
+        page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, i_request, True, cfg
+    )
     while block < block_end:
         # Next work tile.
         i_request, n_block_base, request = advance_to_request_of_block(
@@ -176,7 +182,9 @@ def listed_rows_producer_with_scale_prep(
         cta_range.block_begin, cta_range.block_end, cta_range.i_request, cta_range.n_block_base,
     )  # fmt: skip
     kv_iter = 0
-    request = load_request_shape(listed_rows_lookup.SEQ_LENS, listed_rows_lookup.CU_SEQLENS_Q, i_request, True, cfg)
+    request = load_request_lengths_and_block_counts(
+        listed_rows_lookup.SEQ_LENS, listed_rows_lookup.CU_SEQLENS_Q, i_request, True, cfg
+    )
     while block < block_end:
         # Next work tile.
         i_request, n_block_base, request = advance_to_request_of_block(

@@ -29,13 +29,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...versions import thread_barrier
 from ..parts.combine import split_metadata_ptr
 from ..parts.epilogue import (
-    cast_output,
+    cast_output_saturating_fp8,
     compute_acc_scale_and_lse,
     store_empty_output_of_padding_rows,
-    token_and_head_of_q_rows,
+    token_head_and_mask_of_q_rows,
 )
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
-from ..parts.tile_scheduler import find_work_tile_at_block, load_n_and_m_block_counts_of_requests
+from ..parts.tile_scheduler import find_work_tile_at_block, load_n_and_m_block_counts
 from .gather import CacheRows, copy_arrivals, fence_async_shared_if_gathered
 from .params import (
     AttentionTensors,
@@ -121,7 +121,7 @@ def store_query_columns_e4m3_and_return_q_scale(
     WIDTH: gl.constexpr = 2 * cfg.CHUNK
     WIDTH_PE: gl.constexpr = q_pe.shape[1]
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    tokens, heads, m_row = token_and_head_of_q_rows(
+    tokens, heads, m_row = token_head_and_mask_of_q_rows(
         work_tile.m_block, h, work_tile.q_begin, work_tile.seqlen_q, gl.SliceLayout(1, L), cfg
     )
     p_q_nope = tensors.Q_NOPE + tokens * strides.q_nope_t + heads * strides.q_nope_h
@@ -156,7 +156,7 @@ def store_query_columns_e4m3_and_return_q_scale(
 def cast_query_to_smem_16bit(tensors, smem_q, work_tile, h, strides, cfg: gl.constexpr):
     """Loads the query into shared memory, by tiles of columns; the last is the rotary part."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    tokens, heads, m_row = token_and_head_of_q_rows(
+    tokens, heads, m_row = token_head_and_mask_of_q_rows(
         work_tile.m_block, h, work_tile.q_begin, work_tile.seqlen_q, gl.SliceLayout(1, L), cfg
     )
     o_d = gl.arange(0, TILE_COLUMNS, gl.SliceLayout(0, L))
@@ -561,7 +561,11 @@ def scale_and_store_output(
     for i in gl.static_range(len(acc_o)):
         p_row = OUT + (tokens * strides.out_t + heads * strides.out_h)[None, :]
         o_d, _ = output_and_partial_columns_of_acc(i, len(acc_o), I_CONSUMER, ACC_LAYOUT, cfg)
-        gl.store(p_row + o_d[:, None], cast_output(acc_o[i] * acc_scale[None, :], OUT, cfg), mask=m_row[None, :])
+        gl.store(
+            p_row + o_d[:, None],
+            cast_output_saturating_fp8(acc_o[i] * acc_scale[None, :], OUT, cfg),
+            mask=m_row[None, :],
+        )
 
 
 @gluon.jit
@@ -619,7 +623,7 @@ def consumer(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides
         # Epilogue: metadata, then the output or a partial state.
         kv_iter += work_tile.n_block_end - work_tile.n_block_begin
         num_done += 1
-        tokens, heads, m_row = token_and_head_of_q_rows(
+        tokens, heads, m_row = token_head_and_mask_of_q_rows(
             work_tile.m_block, h, work_tile.q_begin, work_tile.seqlen_q, ROW, cfg
         )
         state = SoftmaxState(gl.convert_layout(state.row_max, ROW), gl.convert_layout(state.row_sum, ROW), state.acc_o)
@@ -730,7 +734,7 @@ def mla_decode_small_m_kernel(
     page_lookup = PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b, oob_row, scale_rows_per_page)
     block_counts = ()
     if fits_all_requests(cfg):
-        block_counts = load_n_and_m_block_counts_of_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg, not IS_FP8)
+        block_counts = load_n_and_m_block_counts(SEQ_LENS, CU_SEQLENS_Q, B, cfg, not IS_FP8)
     if cfg.VARLEN_Q:
         padding_begin = gl.load(CU_SEQLENS_Q + B).to(gl.int32)  # arrives with the lengths
     # Shared memory and barriers.

@@ -26,10 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...versions import reinterpret, thread_barrier
 from ..parts.combine import split_metadata_ptr
-from ..parts.epilogue import cast_output, compute_acc_scale_and_lse, store_empty_output_of_padding_rows
+from ..parts.epilogue import cast_output_saturating_fp8, compute_acc_scale_and_lse, store_empty_output_of_padding_rows
 from ..parts.online_softmax import LAZY_ROW_MAX_PTX, split_columns
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_wait, sync_and_arrive
-from ..parts.tile_scheduler import find_work_tile_at_block, load_n_and_m_block_counts_of_requests
+from ..parts.tile_scheduler import find_work_tile_at_block, load_n_and_m_block_counts
 from .gather import CacheRows, copy_arrivals, fence_async_shared_if_gathered, wait_full_and_fence_if_gathered
 from .params import (
     AttentionTensors,
@@ -721,7 +721,7 @@ def store_output_or_unnormalized_partial_half(
             if is_unsplit:
                 x *= gl.max(acc_scales.index(step).load(W), 1)[:, None]
                 p_out = (OUT + tokens * strides.out_t + heads * strides.out_h)[:, None] + o_d[None, :]
-                gl.store(p_out, cast_output(x, OUT, cfg), mask=m_row[:, None])
+                gl.store(p_out, cast_output_saturating_fp8(x, OUT, cfg), mask=m_row[:, None])
             else:
                 p_row = partial_row_ptr(SPLIT_WORKSPACE, partial_slot, o_r, cfg)
                 gl.store(p_row[:, None] + o_d[None, :], x, mask=m_row[:, None])
@@ -823,9 +823,9 @@ def mla_decode_three_warpgroups_kernel(
     page_lookup = PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b, oob_row, scale_rows_per_page)
     if cfg.VARLEN_Q:
         padding_begin = gl.load(CU_SEQLENS_Q + B).to(gl.int32)  # arrives with the lengths
-    BY_WARP: gl.constexpr = not cfg.GROUP_SCALES  # with group scales, registers are scarce
+    IN_EVERY_WARP: gl.constexpr = not cfg.GROUP_SCALES  # with group scales, registers are scarce
     block_counts = (
-        load_n_and_m_block_counts_of_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg, BY_WARP) if fits_all_requests(cfg) else ()
+        load_n_and_m_block_counts(SEQ_LENS, CU_SEQLENS_Q, B, cfg, IN_EVERY_WARP) if fits_all_requests(cfg) else ()
     )
     # Shared memory and barriers.
     E4M3: gl.constexpr = gl.float8e4nv

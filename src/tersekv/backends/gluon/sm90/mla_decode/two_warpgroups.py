@@ -27,14 +27,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...versions import reinterpret, thread_barrier, tma_load
 from ..parts.combine import split_metadata_ptr
 from ..parts.epilogue import (
-    cast_output,
+    cast_output_saturating_fp8,
     compute_acc_scale_and_lse,
     store_empty_output_of_padding_rows,
-    token_and_head_of_q_rows,
+    token_head_and_mask_of_q_rows,
 )
 from ..parts.online_softmax import rescale_unless_all_ones_ptx_and_constraints
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
-from ..parts.tile_scheduler import find_work_tile_at_block, load_n_and_m_block_counts_of_requests
+from ..parts.tile_scheduler import find_work_tile_at_block, load_n_and_m_block_counts
 from .gather import (
     CacheRows,
     copy_arrivals,
@@ -221,7 +221,7 @@ def copy_query_columns_to_smem(
     q_half = q_nope.index(I_CONSUMER)
     COLUMN_TILES: gl.constexpr = q_half.shape[0] // cfg.BLOCK_M
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    tokens, heads, m_row = token_and_head_of_q_rows(
+    tokens, heads, m_row = token_head_and_mask_of_q_rows(
         work_tile.m_block, h, work_tile.q_begin, work_tile.seqlen_q, gl.SliceLayout(1, L), cfg
     )
     o_d = gl.arange(0, TILE_COLUMNS, gl.SliceLayout(0, L))
@@ -540,13 +540,13 @@ def store_output_lse_or_unnormalized_state(
             if is_unsplit:
                 tokens, heads = token_and_head_of_row(work_tile.m_block * cfg.BLOCK_M + o_r, h, q_begin, cfg)
                 p_out = (OUT + tokens * strides.out_t + heads * strides.out_h)[:, None] + o_d[None, :]
-                gl.store(p_out, cast_output(out, OUT, cfg), mask=mask)
+                gl.store(p_out, cast_output_saturating_fp8(out, OUT, cfg), mask=mask)
             else:
                 p_row = partial_row_ptr(SPLIT_WORKSPACE, partial_slot, o_r, cfg)
                 gl.store(p_row[:, None] + o_d[None, :], out, mask=mask)
     if I_CONSUMER == 0:
         ROW: gl.constexpr = state.row_max.type.layout
-        tokens, heads, m_row = token_and_head_of_q_rows(work_tile.m_block, h, q_begin, seqlen_q, ROW, cfg)
+        tokens, heads, m_row = token_head_and_mask_of_q_rows(work_tile.m_block, h, q_begin, seqlen_q, ROW, cfg)
         if is_unsplit:
             if cfg.HAS_LSE:
                 gl.store(tensors.LSE + tokens * strides.lse_t + heads * strides.lse_h, lse, mask=m_row)
@@ -606,7 +606,7 @@ def consumer(
             gl.convert_layout(mainloop_state.row_max, gl.SliceLayout(1, O)),
             gl.convert_layout(row_sum, gl.SliceLayout(1, O)),
         )
-        _, heads, m_row = token_and_head_of_q_rows(
+        _, heads, m_row = token_head_and_mask_of_q_rows(
             work_tile.m_block, h, work_tile.q_begin, work_tile.seqlen_q, gl.SliceLayout(1, O), cfg
         )
         acc_scale, lse = compute_acc_scale_and_lse(
@@ -653,9 +653,7 @@ def mla_decode_two_warpgroups_kernel(
     page_lookup = PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b, oob_row, scale_rows_per_page)
     if cfg.VARLEN_Q:
         padding_begin = gl.load(CU_SEQLENS_Q + B).to(gl.int32)  # arrives with the lengths
-    block_counts = (
-        load_n_and_m_block_counts_of_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg, True) if fits_all_requests(cfg) else ()
-    )
+    block_counts = load_n_and_m_block_counts(SEQ_LENS, CU_SEQLENS_Q, B, cfg, True) if fits_all_requests(cfg) else ()
     # Shared memory and barriers.
     DTYPE: gl.constexpr = CKV_MAP.dtype
     SWIZZLE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16)

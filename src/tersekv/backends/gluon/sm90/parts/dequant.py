@@ -156,8 +156,9 @@ def convert_k_codes_to_16bit_operands(packed, cfg: gl.constexpr):
 
 
 @gluon.jit
-def convert_v_codes_to_16bit_operands(packed, cfg: gl.constexpr):
-    """Returns packed V [HEADS_PER_CTA, PACKED_V, MMA_KEYS] in the left operand's layout as PACK operands, as of K."""
+def convert_8_or_16bit_v_to_16bit_operands(packed, cfg: gl.constexpr):
+    """Returns packed V [HEADS_PER_CTA, PACKED_V, MMA_KEYS] in the left operand's layout as PACK operands in fp16;
+    16-bit caches unchanged."""
     if cfg.CODE == "bf16":
         out = (packed.to(gl.bfloat16, bitcast=True),)
     elif cfg.CODE == "fp16":
@@ -173,9 +174,9 @@ def convert_v_codes_to_16bit_operands(packed, cfg: gl.constexpr):
 
 
 @gluon.jit
-def int4_v_minus_zero_points_to_operands(packed, zero_points):
-    """Returns packed int4 V less the zero points (int16) of their keys: four operands, scaled as by
-    `convert_k_codes_to_16bit_operands`."""
+def int4_v_minus_zero_points_to_fp16_subnormals(packed, zero_points):
+    """Returns packed int4 V less the zero points (int16) of their keys: four operands, × 2^-24 and, every other one,
+    × 2^-20."""
     zero_low, packed = gl.broadcast(zero_points, packed)
     zero_high, packed = gl.broadcast(zero_points << 4, packed)
     return gl.inline_asm_elementwise(
@@ -249,9 +250,9 @@ def log2_and_reciprocal(x):
 
 
 @gluon.jit
-def exponent_and_inv_scale_of_rows(abs_max):
-    """Returns (exponent fields of the largest magnitudes of rows, powers of two to multiply the rows by): bf16 rows so
-    scaled fit in fp16."""
+def biased_exponent_and_inv_scale_of_rows(abs_max):
+    """Returns (fp32 exponent fields of the rows' largest magnitudes, powers of two to multiply the rows by): bf16 rows
+    so scaled fit in fp16."""
     exponent = gl.maximum((abs_max.to(gl.int32, bitcast=True) >> 23) & 0xFF, 1)
     return exponent, (gl.maximum(254 - exponent, 1) << 23).to(gl.float32, bitcast=True)
 
@@ -263,7 +264,7 @@ def exponent_to_float(exponent):
 
 
 @gluon.jit
-def load_scale(host_scale, DEVICE_SCALE, HAS_DEVICE_SCALE: gl.constexpr):
+def load_device_or_host_scale(host_scale, DEVICE_SCALE, HAS_DEVICE_SCALE: gl.constexpr):
     """Returns a scale: from the device tensor if there is one, else the host's float."""
     if HAS_DEVICE_SCALE:
         return gl.load(DEVICE_SCALE)
@@ -272,7 +273,9 @@ def load_scale(host_scale, DEVICE_SCALE, HAS_DEVICE_SCALE: gl.constexpr):
 
 
 @gluon.jit
-def load_scale_per_head(host_scale, DEVICE_SCALE, kv_heads, HAS_DEVICE_SCALE: gl.constexpr, STRIDE: gl.constexpr):
+def load_device_or_host_scale_per_head(
+    host_scale, DEVICE_SCALE, kv_heads, HAS_DEVICE_SCALE: gl.constexpr, STRIDE: gl.constexpr
+):
     """Loads a scale of each KV head: from the device tensor if there is one, else the host's float."""
     if HAS_DEVICE_SCALE:
         return gl.load(DEVICE_SCALE + kv_heads * STRIDE)

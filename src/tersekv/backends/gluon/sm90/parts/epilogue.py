@@ -7,7 +7,7 @@ from .online_softmax import LN2, LOG2E
 
 
 @gluon.jit
-def cast_output(x, OUT, cfg: gl.constexpr):
+def cast_output_saturating_fp8(x, OUT, cfg: gl.constexpr):
     """Returns fp32 x in the dtype of OUT; fp8 saturates, NaN stays NaN."""
     if cfg.OUT_MAX > 0:
         x = gl.where(x != x, x, gl.minimum(gl.maximum(x, -cfg.OUT_MAX), cfg.OUT_MAX))
@@ -41,7 +41,7 @@ def compute_acc_scale_and_lse(
 
 
 @gluon.jit
-def token_and_head_of_q_rows(m_block, h, q_begin, seqlen_q, LAYOUT: gl.constexpr, cfg: gl.constexpr):
+def token_head_and_mask_of_q_rows(m_block, h, q_begin, seqlen_q, LAYOUT: gl.constexpr, cfg: gl.constexpr):
     """Returns (tokens [BLOCK_M], query heads [BLOCK_M], row exists [BLOCK_M]) of an m_block."""
     o_r = m_block * cfg.BLOCK_M + gl.arange(0, cfg.BLOCK_M, LAYOUT)
     tokens = (q_begin + o_r // cfg.GROUP).to(gl.int64)

@@ -162,8 +162,8 @@ UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def allocate_smem_column_scales(placeholder, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Allocates shared memory for the scales of K and V; `placeholder` where there are none."""
+def allocate_smem_k_and_v_column_scales(placeholder, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Allocates shared memory for the scales of K and of V; `placeholder` for the one that has none."""
     k, v = placeholder, placeholder
     if tile_cfg.K.ROTATION.ENABLED:
         k = gl.allocate_shared_memory(gl.float32, [1, tile_cfg.HEADS_PER_CTA, cfg.D], UNSWIZZLED)
@@ -211,7 +211,7 @@ def load_k_and_v_column_scales(signs, channel_scales, first_head, cfg: gl.conste
 
 
 @gluon.jit
-def store_smem_column_scales(smem_column_scales, column_scales):
+def store_smem_k_and_v_column_scales(smem_column_scales, column_scales):
     """Stores the scales to shared memory; threads must synchronize before they are read."""
     k, v = column_scales
     for j in gl.static_range(len(k)):

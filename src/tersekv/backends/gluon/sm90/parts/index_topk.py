@@ -2,7 +2,7 @@
 
 A program holds its keys in registers, and counts them by their highest 11 bits in shared memory, then, of those in the
 bin of the k-th largest, by the next 11, and by the last 10. A bin that may be selected whole ends it early, which is
-so for most splits at once. Places are counted by ballots: a warp holds neighbouring columns, 32 a step.
+so for most splits at once. Output positions are counted by ballots: a warp holds neighbouring columns, 32 a step.
 
 Gluon has no atomics in shared memory, and no address of it: both are PTX.
 """
@@ -29,7 +29,7 @@ _FIRST_SHIFT = gl.constexpr(21)
 _FILL = gl.constexpr(1024)  # entries that are filled together
 _UNLIMITED = gl.constexpr(1 << 30)
 
-# Words of shared memory: bins, then what the threads of a program tell each other.
+# 32-bit words of shared memory: bins, then what threads exchange.
 _SHARED_PTX = gl.constexpr("{ .shared .align 16 .b32 words[2096]; mov.u32 $0, words; }")
 _FOUND_WORD = gl.constexpr(1 << 11)  # of 4: bin, keys above it, keys from it on
 _TOTALS_WORD = gl.constexpr((1 << 11) + 8)  # of 32: of warps
@@ -58,11 +58,11 @@ _WARP_SUM_PTX = gl.constexpr("redux.sync.add.s32 $0, $1, 0xFFFFFFFF;")
 
 
 class Threshold(NamedTuple):
-    """Taken are keys above `key`, and the first `max_ties` that equal it."""
+    """Selected are keys above `key`, and the first `max_ties` that equal it."""
 
     key: gl.tensor
     max_ties: gl.tensor
-    num_taken: gl.tensor
+    num_selected: gl.tensor
 
 
 @gluon.constexpr_function
@@ -72,8 +72,8 @@ def block_layout(BLOCK_COLUMNS, WARPS):
 
 
 @gluon.jit
-def block_columns(BLOCK_COLUMNS: gl.constexpr, WARPS: gl.constexpr):
-    """Returns 0 … BLOCK_COLUMNS − 1 in that layout."""
+def column_offsets_by_warp_step_lane(BLOCK_COLUMNS: gl.constexpr, WARPS: gl.constexpr):
+    """Returns 0 … BLOCK_COLUMNS − 1 in that layout: [warps, steps, 32]."""
     LAYOUT: gl.constexpr = block_layout(BLOCK_COLUMNS, WARPS)
     STEPS: gl.constexpr = BLOCK_COLUMNS // (32 * WARPS)
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
@@ -84,7 +84,7 @@ def block_columns(BLOCK_COLUMNS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def request_of_row(CU_SEQLENS_Q, B, i_row, WARPS: gl.constexpr, cfg: gl.constexpr):
-    """`request_of_row_else_minus_1_or_B` of the Triton kernels; they have no layouts."""
+    """Returns the request that holds query row i_row."""
     if cfg.VARLEN_Q:
         ended = -(i_row < gl.load(CU_SEQLENS_Q).to(gl.int64)).to(gl.int32)
         for i in range(0, B, cfg.BLOCK_B):
@@ -107,28 +107,29 @@ def _store_word(address, x):
 
 
 @gluon.jit
-def allocate_and_clear_shared_words(WARPS: gl.constexpr):
-    """Returns the address of the words; bins are 0."""
-    words = gl.inline_asm_elementwise(_SHARED_PTX, "=r,r", [gl.to_tensor(0)], gl.int32, False, 1)
+def allocate_smem_and_clear_bins(WARPS: gl.constexpr):
+    """Returns the address in shared memory of the bins, which are 0, and of the words behind them."""
+    p_smem = gl.inline_asm_elementwise(_SHARED_PTX, "=r,r", [gl.to_tensor(0)], gl.int32, False, 1)
     o_bin = gl.arange(0, _NUM_BINS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    _store_word(words + 4 * o_bin, gl.zeros_like(o_bin))
+    _store_word(p_smem + 4 * o_bin, gl.zeros_like(o_bin))
     thread_barrier()
-    return words
+    return p_smem
 
 
 @gluon.jit
-def count_first_digits(words, keys):
-    """Counts keys by their highest 11 bits."""
-    address = words + ((keys >> (_FIRST_SHIFT - 2)) & (4 * (_NUM_BINS - 1))).to(gl.int32, bitcast=True)
+def add_first_digits_to_bins(p_smem, keys):
+    """Adds to each bin how many keys have that digit in their highest 11 bits."""
+    address = p_smem + ((keys >> (_FIRST_SHIFT - 2)) & (4 * (_NUM_BINS - 1))).to(gl.int32, bitcast=True)
     gl.inline_asm_elementwise(_COUNT_PTX, "=r,r", [address], gl.int32, False, 1)
 
 
 @gluon.jit
-def count_digits_behind_prefix(words, keys, prefix, known, shift):
-    """Counts keys that equal `prefix` in the bits `known`, by the unknown ones of the 11 from `shift` on."""
-    digit = ((keys & ~known) >> shift) & (_NUM_BINS - 1)
-    address = words + (digit << 2).to(gl.int32, bitcast=True)
-    gl.inline_asm_elementwise(_COUNT_EQUAL_PTX, "=r,r,r,r", [address, keys & known, prefix], gl.int32, False, 1)
+def add_digits_behind_prefix_to_bins(p_smem, keys, prefix, prefix_mask, shift):
+    """Adds to each bin how many keys that equal `prefix` in the bits `prefix_mask` have that digit in the next bits, of
+    the 11 from `shift` on."""
+    digit = ((keys & ~prefix_mask) >> shift) & (_NUM_BINS - 1)
+    address = p_smem + (digit << 2).to(gl.int32, bitcast=True)
+    gl.inline_asm_elementwise(_COUNT_EQUAL_PTX, "=r,r,r,r", [address, keys & prefix_mask, prefix], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -142,21 +143,21 @@ def _sum_of_warp(x):
 
 
 @gluon.jit
-def _sums_of_warps_before(words, of_warp, warp, lane, WARPS: gl.constexpr):
-    """Returns (the sum of all warps before each, the sums of the warps across lanes) of a number that all lanes of a
-    warp have, [warps, 32]."""
-    warp, lane = warp + gl.zeros_like(of_warp), lane + gl.zeros_like(of_warp)
-    totals = words + 4 * _TOTALS_WORD
-    _store_word(totals + 4 * warp, of_warp)
+def _prefix_sum_and_all_sums_of_warps(p_smem, warp_sum, warp, lane, WARPS: gl.constexpr):
+    """Exchanges in shared memory a number that all lanes of a warp have, [warps, 32]; returns (its sum over the warps
+    before each, the numbers of all warps across lanes)."""
+    warp, lane = warp + gl.zeros_like(warp_sum), lane + gl.zeros_like(warp_sum)
+    p_sums = p_smem + 4 * _TOTALS_WORD
+    _store_word(p_sums + 4 * warp, warp_sum)
     thread_barrier()
-    of_warps = gl.where(lane < WARPS, _load_word(totals + 4 * lane), 0)
-    return _sum_of_warp(gl.where(lane < warp, of_warps, 0)), of_warps
+    all_sums = gl.where(lane < WARPS, _load_word(p_sums + 4 * lane), 0)
+    return _sum_of_warp(gl.where(lane < warp, all_sums, 0)), all_sums
 
 
 @gluon.jit
-def find_bin_and_clear(words, k, num_above, IGNORES_LOWEST: gl.constexpr, WARPS: gl.constexpr):
-    """Returns (the bin of the k-th largest key, keys above it, keys from it on), where `num_above` keys are above all
-    bins; bin 0 where there are fewer than k. IGNORES_LOWEST: whatever is in bin 0 is not counted."""
+def kth_bin_num_above_num_from_and_clear(p_smem, k, num_above_bins, IGNORES_BIN_0: gl.constexpr, WARPS: gl.constexpr):
+    """Returns (the bin of the k-th largest key, how many keys are above it, how many in and above it), and clears the
+    bins; bin 0 where there are fewer than k. IGNORES_BIN_0: keys in bin 0 are not counted."""
     thread_barrier()
     PER_LANE: gl.constexpr = _NUM_BINS // (32 * WARPS)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, PER_LANE], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
@@ -164,27 +165,29 @@ def find_bin_and_clear(words, k, num_above, IGNORES_LOWEST: gl.constexpr, WARPS:
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
     j = gl.arange(0, PER_LANE, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     i_bin = _NUM_BINS - 1 - (((warp[:, None] * 32 + lane[None, :]) * PER_LANE)[:, :, None] + j[None, None, :])
-    count = _load_word(words + 4 * i_bin)
-    _store_word(words + 4 * i_bin, gl.zeros_like(i_bin))
-    if IGNORES_LOWEST:
+    count = _load_word(p_smem + 4 * i_bin)
+    _store_word(p_smem + 4 * i_bin, gl.zeros_like(i_bin))
+    if IGNORES_BIN_0:
         count = gl.where(i_bin == 0, 0, count)
     of_lane = gl.sum(count, 2)
-    before_warp, _of_warps = _sums_of_warps_before(words, _sum_of_warp(of_lane), warp[:, None], lane[None, :], WARPS)
+    before_warp, _all_sums = _prefix_sum_and_all_sums_of_warps(
+        p_smem, _sum_of_warp(of_lane), warp[:, None], lane[None, :], WARPS
+    )
     # A scan wants such a layout; the same threads hold the same sums.
     LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     up_to_lane = gl.associative_scan(gl.convert_layout(of_lane, LANES, assert_trivial=True), 1, _add)
     up_to_lane = gl.convert_layout(up_to_lane, of_lane.type.layout, assert_trivial=True)
     before_lane = before_warp + (up_to_lane - of_lane)
-    num_from = num_above + before_lane[:, :, None] + gl.associative_scan(count, 2, _add)
+    num_from = num_above_bins + before_lane[:, :, None] + gl.associative_scan(count, 2, _add)
     above = num_from - count
     found = (above < k) & ((num_from >= k) | (i_bin == 0))
     gl.inline_asm_elementwise(
-        _STORE_FOUND_PTX, "=r,r,r,r,r,r", [words + 4 * _FOUND_WORD, found.to(gl.int32), i_bin, above, num_from],
+        _STORE_FOUND_PTX, "=r,r,r,r,r,r", [p_smem + 4 * _FOUND_WORD, found.to(gl.int32), i_bin, above, num_from],
         gl.int32, False, 1,
     )  # fmt: skip
     thread_barrier()
-    found_words = words + 4 * _FOUND_WORD
-    return _load_word(found_words).to(gl.uint32, bitcast=True), _load_word(found_words + 4), _load_word(found_words + 8)
+    p_found = p_smem + 4 * _FOUND_WORD
+    return _load_word(p_found).to(gl.uint32, bitcast=True), _load_word(p_found + 4), _load_word(p_found + 8)
 
 
 @gluon.jit
@@ -193,75 +196,82 @@ def _count_equal(keys, key):
 
 
 @gluon.jit
-def find_threshold(
-    words, source, keys, k, max_taken, BLOCK_COLUMNS: gl.constexpr, ONE_BLOCK: gl.constexpr, WARPS: gl.constexpr
+def find_topk_threshold_ties_and_count(
+    p_smem, source, first_block_keys, k, max_selected, BLOCK_COLUMNS: gl.constexpr, ONE_BLOCK: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Returns the `Threshold` of the k largest keys of a source, or of up to `max_taken` where that is known earlier.
-
-    keys: those of its first block
-    """
-    count_first_digits(words, keys)
+    """Returns the `Threshold` of the k largest keys of a source, or of up to `max_selected` where that is known
+    earlier."""
+    add_first_digits_to_bins(p_smem, first_block_keys)
     if not ONE_BLOCK:
         for begin in range(BLOCK_COLUMNS, source.num, BLOCK_COLUMNS):
-            count_first_digits(
-                words, load_topk_keys_kept_first_nan_last(source, begin + block_columns(BLOCK_COLUMNS, WARPS))
+            add_first_digits_to_bins(
+                p_smem,
+                load_topk_keys_kept_first_nan_last(
+                    source, begin + column_offsets_by_warp_step_lane(BLOCK_COLUMNS, WARPS)
+                ),
             )
-    digit, above, num_from = find_bin_and_clear(words, k, 0, True, WARPS)
+    digit, above, num_from = kth_bin_num_above_num_from_and_clear(p_smem, k, 0, True, WARPS)
     threshold, bits_left = digit << _FIRST_SHIFT, gl.to_tensor(21)
     if digit == 0:  # this bin has no numbers: NaN, and keys that are not there
         threshold, bits_left = threshold + NAN_KEY, bits_left * 0
-        num_from = above + _count_equal(keys, NAN_KEY)
+        num_from = above + _count_equal(first_block_keys, NAN_KEY)
         if not ONE_BLOCK:
             for begin in range(BLOCK_COLUMNS, source.num, BLOCK_COLUMNS):
-                more_keys = load_topk_keys_kept_first_nan_last(source, begin + block_columns(BLOCK_COLUMNS, WARPS))
+                more_keys = load_topk_keys_kept_first_nan_last(
+                    source, begin + column_offsets_by_warp_step_lane(BLOCK_COLUMNS, WARPS)
+                )
                 num_from += _count_equal(more_keys, NAN_KEY)
-    while (bits_left > 0) & (num_from > max_taken):
-        known = (-(1 << bits_left)).to(gl.uint32)
+    while (bits_left > 0) & (num_from > max_selected):
+        prefix_mask = (-(1 << bits_left)).to(gl.uint32)
         bits_left = gl.maximum(bits_left - _DIGIT_BITS, 0)
-        count_digits_behind_prefix(words, keys, threshold, known, bits_left.to(gl.uint32))
+        add_digits_behind_prefix_to_bins(p_smem, first_block_keys, threshold, prefix_mask, bits_left.to(gl.uint32))
         if not ONE_BLOCK:
             for begin in range(BLOCK_COLUMNS, source.num, BLOCK_COLUMNS):
-                more_keys = load_topk_keys_kept_first_nan_last(source, begin + block_columns(BLOCK_COLUMNS, WARPS))
-                count_digits_behind_prefix(words, more_keys, threshold, known, bits_left.to(gl.uint32))
-        digit, above, num_from = find_bin_and_clear(words, k, above, False, WARPS)
+                more_keys = load_topk_keys_kept_first_nan_last(
+                    source, begin + column_offsets_by_warp_step_lane(BLOCK_COLUMNS, WARPS)
+                )
+                add_digits_behind_prefix_to_bins(p_smem, more_keys, threshold, prefix_mask, bits_left.to(gl.uint32))
+        digit, above, num_from = kth_bin_num_above_num_from_and_clear(p_smem, k, above, False, WARPS)
         threshold = threshold | (digit << bits_left.to(gl.uint32))
-    max_ties = gl.where(num_from > max_taken, max_taken - above, _UNLIMITED)
-    return Threshold(threshold, max_ties, gl.minimum(num_from, max_taken))
+    max_ties = gl.where(num_from > max_selected, max_selected - above, _UNLIMITED)
+    return Threshold(threshold, max_ties, gl.minimum(num_from, max_selected))
 
 
 @gluon.jit
-def count_keys_at_threshold_before_each(words, keys, threshold, BLOCK_COLUMNS: gl.constexpr, WARPS: gl.constexpr):
-    """Returns (how many keys >= threshold stand before each key of a block, in its warp; before each warp; in all)."""
+def rank_in_warp_warp_offset_and_count(p_smem, keys, min_key, BLOCK_COLUMNS: gl.constexpr, WARPS: gl.constexpr):
+    """Returns (number of keys >= min_key before each key of a block in its warp, before each warp, in the block)."""
     LAYOUT: gl.constexpr = block_layout(BLOCK_COLUMNS, WARPS)
     in_step, of_step = gl.inline_asm_elementwise(
-        _BALLOT_PTX, "=&r,=&r,r,r", [keys, threshold], (gl.int32, gl.int32), True, 1
+        _BALLOT_PTX, "=&r,=&r,r,r", [keys, min_key], (gl.int32, gl.int32), True, 1
     )
     in_warp = in_step + (gl.associative_scan(of_step, 1, _add) - of_step)
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, LAYOUT)))[:, None]
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :]
-    thread_barrier()  # what the last call has shared was read
-    before_warp, of_warps = _sums_of_warps_before(words, gl.sum(of_step, 1), warp, lane, WARPS)
-    return in_warp, before_warp[:, None, :], gl.max(gl.sum(of_warps, 1), 0)
+    thread_barrier()  # all threads have read the sums of the last call
+    warp_offset, all_sums = _prefix_sum_and_all_sums_of_warps(p_smem, gl.sum(of_step, 1), warp, lane, WARPS)
+    return in_warp, warp_offset[:, None, :], gl.max(gl.sum(all_sums, 1), 0)
 
 
 @gluon.jit
-def output_positions_and_m_selected(words, keys, threshold, max_ties, BLOCK_COLUMNS: gl.constexpr, WARPS: gl.constexpr):
-    """Returns (output positions of a block's keys, in two terms, which are selected, how many are, how many ties are
-    left)."""
+def zero_surplus_ties_and_count_ties_left(
+    p_smem, keys, threshold, max_ties, BLOCK_COLUMNS: gl.constexpr, WARPS: gl.constexpr
+):
+    """Returns (keys, in which those that equal threshold are 0 behind the first max_ties; ties left for later
+    blocks)."""
     if max_ties < _UNLIMITED:
         equal = (keys == threshold).to(gl.uint32)
-        in_warp, before_warp, num_equal = count_keys_at_threshold_before_each(
-            words, equal, gl.full([], 1, gl.uint32), BLOCK_COLUMNS, WARPS
+        in_warp, warp_offset, num_equal = rank_in_warp_warp_offset_and_count(
+            p_smem, equal, gl.full([], 1, gl.uint32), BLOCK_COLUMNS, WARPS
         )
-        keys = gl.where((equal > 0) & (in_warp >= max_ties - before_warp), 0, keys)
+        keys = gl.where((equal > 0) & (in_warp >= max_ties - warp_offset), 0, keys)
         max_ties = gl.maximum(max_ties - num_equal, 0)
-    in_warp, before_warp, count = count_keys_at_threshold_before_each(words, keys, threshold, BLOCK_COLUMNS, WARPS)
-    return in_warp, before_warp, keys >= threshold, count, max_ties
+    return keys, max_ties
 
 
 @gluon.jit
 def columns_of_keys(source, i, columns_offset, mask):
-    """Returns the columns of a block of a source."""
+    """Returns the columns of the keys at positions i of a source."""
     if source.p_row.dtype.element_ty == gl.int32:
         return gl.load(source.p_row + columns_offset + i, mask=mask, other=0)
     else:
@@ -285,7 +295,7 @@ def index_candidates_kernel(
     SOURCE, STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, CANDIDATES, B, first_row, width, k, keep_first,
     keep_last,
     stride_st, stride_sh, columns_offset, first_round_max_per_split, max_per_split, num_splits, candidates_offset,
-    HEADS: gl.constexpr, COLUMNS_PER_SPLIT: gl.constexpr, WARPS: gl.constexpr, NUM_ROUNDS: gl.constexpr,
+    HEADS: gl.constexpr, COLUMNS_PER_SPLIT: gl.constexpr, WARPS: gl.constexpr, NUM_PREVIOUS_ROUNDS: gl.constexpr,
     KEYS_PER_COLUMN: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Stores the candidates of one split of one row of one head: `max_per_split` keys, 0 behind the last, and their
@@ -293,29 +303,35 @@ def index_candidates_kernel(
     gdc_launch_dependents()
     i_line, i_split = gl.program_id(0) // num_splits, gl.program_id(0) % num_splits
     i_row, line = i_line // HEADS, (i_line % HEADS).to(gl.int64)
-    words = allocate_and_clear_shared_words(WARPS)
+    p_smem = allocate_smem_and_clear_bins(WARPS)
     gdc_wait()
     t = first_row + i_row
     i_request = 0 if VISIBLE is not None else request_of_row(CU_SEQLENS_Q, B, t, WARPS, cfg)
     visible, _group, _is_open, start = num_visible_columns_open_group_is_open_start(
         STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_request, t, width, KEYS_PER_COLUMN, cfg
     )
-    num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_ROUNDS)
-    p_row = SOURCE + i_row.to(gl.int64) * stride_st + line * stride_sh + (start if NUM_ROUNDS == 0 else 0)
+    num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_PREVIOUS_ROUNDS)
+    p_row = SOURCE + i_row.to(gl.int64) * stride_st + line * stride_sh + (start if NUM_PREVIOUS_ROUNDS == 0 else 0)
     source = Source(p_row, num, keep_first, keep_last)
     begin = i_split * COLUMNS_PER_SPLIT
     if begin < source.num:
-        i = begin + block_columns(COLUMNS_PER_SPLIT, WARPS)
+        i = begin + column_offsets_by_warp_step_lane(COLUMNS_PER_SPLIT, WARPS)
         keys = load_topk_keys_kept_first_nan_last(source, i)
-        found = find_threshold(words, source, keys, k, max_per_split, COLUMNS_PER_SPLIT, True, WARPS)
-        place, before, m_sel, _count, _ties = output_positions_and_m_selected(
-            words, keys, found.key, found.max_ties, COLUMNS_PER_SPLIT, WARPS
+        found = find_topk_threshold_ties_and_count(
+            p_smem, source, keys, k, max_per_split, COLUMNS_PER_SPLIT, True, WARPS
         )
-        column = columns_of_keys(source, i, columns_offset, m_sel)
+        kept_keys, _ties = zero_surplus_ties_and_count_ties_left(
+            p_smem, keys, found.key, found.max_ties, COLUMNS_PER_SPLIT, WARPS
+        )
+        rank, warp_offset, _count = rank_in_warp_warp_offset_and_count(
+            p_smem, kept_keys, found.key, COLUMNS_PER_SPLIT, WARPS
+        )
+        m_selected = kept_keys >= found.key
+        column = columns_of_keys(source, i, columns_offset, m_selected)
         p_out = CANDIDATES + (i_line.to(gl.int64) * num_splits + i_split) * max_per_split
-        gl.store((p_out + before) + place, keys.to(gl.int32, bitcast=True), mask=m_sel)
-        gl.store((p_out + candidates_offset + before) + place, column, mask=m_sel)
-        fill(p_out, found.num_taken, max_per_split, 0, WARPS)
+        gl.store((p_out + warp_offset) + rank, keys.to(gl.int32, bitcast=True), mask=m_selected)
+        gl.store((p_out + candidates_offset + warp_offset) + rank, column, mask=m_selected)
+        fill(p_out, found.num_selected, max_per_split, 0, WARPS)
 
 
 @gluon.jit(
@@ -326,38 +342,44 @@ def index_topk_kernel(
     keep_last,
     stride_st, stride_sh, columns_offset, first_round_max_per_split, stride_ot, stride_oh, stride_lt, stride_lh,
     HEADS: gl.constexpr, COLUMNS_OUT: gl.constexpr, BLOCK_COLUMNS: gl.constexpr, ONE_BLOCK: gl.constexpr,
-    WARPS: gl.constexpr, COLUMNS_PER_SPLIT: gl.constexpr, NUM_ROUNDS: gl.constexpr, HAS_GROUP: gl.constexpr,
+    WARPS: gl.constexpr, COLUMNS_PER_SPLIT: gl.constexpr, NUM_PREVIOUS_ROUNDS: gl.constexpr, HAS_GROUP: gl.constexpr,
     KEYS_PER_COLUMN: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
-    """Takes columns of one row of one head."""
+    """Stores the columns of the k largest scores of one row of one head, then its open group, and −1 behind them; and
+    how many they are."""
     i_row, line = gl.program_id(0) // HEADS, (gl.program_id(0) % HEADS).to(gl.int64)
     t = first_row + i_row
-    words = allocate_and_clear_shared_words(WARPS)
+    p_smem = allocate_smem_and_clear_bins(WARPS)
     gdc_wait()
     i_request = 0 if VISIBLE is not None else request_of_row(CU_SEQLENS_Q, B, t, WARPS, cfg)
     visible, group, is_open, start = num_visible_columns_open_group_is_open_start(
         STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_request, t, width, KEYS_PER_COLUMN, cfg
     )
-    num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_ROUNDS)
-    p_row = SOURCE + i_row.to(gl.int64) * stride_st + line * stride_sh + (start if NUM_ROUNDS == 0 else 0)
+    num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_PREVIOUS_ROUNDS)
+    p_row = SOURCE + i_row.to(gl.int64) * stride_st + line * stride_sh + (start if NUM_PREVIOUS_ROUNDS == 0 else 0)
     source = Source(p_row, num, keep_first, keep_last)
     p_out = OUT + t.to(gl.int64) * stride_ot + line * stride_oh
-    i = block_columns(BLOCK_COLUMNS, WARPS)
+    i = column_offsets_by_warp_step_lane(BLOCK_COLUMNS, WARPS)
     keys = load_topk_keys_kept_first_nan_last(source, i)
-    found = find_threshold(words, source, keys, k, k, BLOCK_COLUMNS, ONE_BLOCK, WARPS)
-    place, before, m_sel, count, ties = output_positions_and_m_selected(
-        words, keys, found.key, found.max_ties, BLOCK_COLUMNS, WARPS
-    )
-    gl.store((p_out + before) + place, columns_of_keys(source, i, columns_offset, m_sel), mask=m_sel)
+    found = find_topk_threshold_ties_and_count(p_smem, source, keys, k, k, BLOCK_COLUMNS, ONE_BLOCK, WARPS)
+    keys, ties = zero_surplus_ties_and_count_ties_left(p_smem, keys, found.key, found.max_ties, BLOCK_COLUMNS, WARPS)
+    rank, warp_offset, count = rank_in_warp_warp_offset_and_count(p_smem, keys, found.key, BLOCK_COLUMNS, WARPS)
+    m_selected = keys >= found.key
+    gl.store((p_out + warp_offset) + rank, columns_of_keys(source, i, columns_offset, m_selected), mask=m_selected)
     if not ONE_BLOCK:
         for begin in range(BLOCK_COLUMNS, source.num, BLOCK_COLUMNS):
-            i = begin + block_columns(BLOCK_COLUMNS, WARPS)
-            place, before, m_sel, num_taken, ties = output_positions_and_m_selected(
-                words, load_topk_keys_kept_first_nan_last(source, i), found.key, ties, BLOCK_COLUMNS, WARPS
+            i = begin + column_offsets_by_warp_step_lane(BLOCK_COLUMNS, WARPS)
+            keys, ties = zero_surplus_ties_and_count_ties_left(
+                p_smem, load_topk_keys_kept_first_nan_last(source, i), found.key, ties, BLOCK_COLUMNS, WARPS
             )
-            gl.store((p_out + count + before) + place, columns_of_keys(source, i, columns_offset, m_sel), mask=m_sel)
-            count += num_taken
-    count = found.num_taken
+            rank, warp_offset, num_selected = rank_in_warp_warp_offset_and_count(
+                p_smem, keys, found.key, BLOCK_COLUMNS, WARPS
+            )
+            m_selected = keys >= found.key
+            column = columns_of_keys(source, i, columns_offset, m_selected)
+            gl.store((p_out + count + warp_offset) + rank, column, mask=m_selected)
+            count += num_selected
+    count = found.num_selected
     if HAS_GROUP:
         gl.store(p_out + count, group.to(gl.int32), mask=is_open)
         count += gl.where(is_open, 1, 0)

@@ -212,7 +212,7 @@ def rescale_unless_all_ones_ptx_and_constraints(num_elements: int) -> tuple[str,
     return "\n".join(text), ",".join([*["=f"] * num_elements, *map(str, range(num_elements)), *["f"] * num_elements])
 
 
-def _lazy_row_max_ptx_and_constraints(num_rows: int) -> tuple[str, str]:
+def _lazy_row_max_rescale_flag_ptx_and_constraints(num_rows: int) -> tuple[str, str]:
     """Returns PTX and its constraints, of `num_rows` rows: lane_max, row_max → row_max, rescale, flags.
 
     A flag says whether any row_max of the warp is new. Lanes 4, 8 and 16 apart hold other keys of the same rows.
@@ -248,16 +248,17 @@ def _rescale_if_flagged_ptx_and_constraints(num_elements: int) -> tuple[str, str
     return "\n".join(text), ",".join(constraints)
 
 
-LAZY_ROW_MAX_4, LAZY_ROW_MAX_4_CONSTRAINTS = map(gl.constexpr, _lazy_row_max_ptx_and_constraints(4))
-LAZY_ROW_MAX_8, LAZY_ROW_MAX_8_CONSTRAINTS = map(gl.constexpr, _lazy_row_max_ptx_and_constraints(8))
+LAZY_ROW_MAX_4, LAZY_ROW_MAX_4_CONSTRAINTS = map(gl.constexpr, _lazy_row_max_rescale_flag_ptx_and_constraints(4))
+LAZY_ROW_MAX_8, LAZY_ROW_MAX_8_CONSTRAINTS = map(gl.constexpr, _lazy_row_max_rescale_flag_ptx_and_constraints(8))
 RESCALE_16, RESCALE_16_CONSTRAINTS = map(gl.constexpr, _rescale_if_flagged_ptx_and_constraints(16))
 RESCALE_32, RESCALE_32_CONSTRAINTS = map(gl.constexpr, _rescale_if_flagged_ptx_and_constraints(32))
 RESCALE_64, RESCALE_64_CONSTRAINTS = map(gl.constexpr, _rescale_if_flagged_ptx_and_constraints(64))
 
 
 @gluon.jit
-def lazy_row_max_rescale_and_flag_by_lane(lane_max, row_max, ROWS_PER_THREAD: gl.constexpr):
-    """Returns (row_max, rescale, flag) of rows on N, 4 or 8 in a thread, from the maximum of each lane's scores."""
+def lazy_row_max_rescale_and_warp_flag(lane_max, row_max, ROWS_PER_THREAD: gl.constexpr):
+    """Returns (row_max, rescale, flag) of rows on N, 4 or 8 in a thread, from the maximum of each lane's scores. The
+    flag says whether any row_max of the warp is new."""
     FOUR: gl.constexpr = ROWS_PER_THREAD == 4
     return gl.inline_asm_elementwise(
         LAZY_ROW_MAX_4 if FOUR else LAZY_ROW_MAX_8, LAZY_ROW_MAX_4_CONSTRAINTS if FOUR else LAZY_ROW_MAX_8_CONSTRAINTS,

@@ -72,16 +72,19 @@ def why_no_tensor_map(
     return None
 
 
-def make_tensor_map(base: Any, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], layout: Any,
-                    smem_copy_pitch_bytes: int = 0) -> Any:  # fmt: skip
+def make_tensor_map(base: Any, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], layout: Any) -> Any:
     """Returns the tensor map of tiles of `box` elements; base: a tensor, or an object with an address and a dtype."""
+    reason = why_no_tensor_map(shape, strides, box, base.dtype.itemsize, layout.swizzle_byte_width)
+    assert reason is None, reason
+    return _make_tensor_map_without_shape_check(base, shape, strides, box, layout)
+
+
+def _make_tensor_map_without_shape_check(
+    base: Any, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], layout: Any
+) -> Any:
     # Imported after `why_not` has checked the version: other versions of Triton have other names.
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    reason = why_no_tensor_map(
-        shape, strides, box, base.dtype.itemsize, layout.swizzle_byte_width, smem_copy_pitch_bytes
-    )
-    assert reason is None, reason
     assert base.data_ptr() % _GLOBAL_ALIGNMENT == 0
     return TensorDescriptor(base, list(shape), list(strides), list(box), layout)
 
@@ -111,7 +114,7 @@ class KVLayout(KernelConfig):
     SMEM_SHAPE: tuple[int, ...]  # MMA tiles of a buffer in all stages, heads, keys, packed; else see `make_kv_layout`
     COPY_BYTES: int
     ROTATION: Rotation
-    PADDED_HEADS: int = 1  # heads of a group that is copied as padded tiles (`_heads_per_aligned_copy_and_word_shift`)
+    PADDED_HEADS: int = 1  # heads of a group that is copied as padded tiles (`_padded_heads_and_word_shift_per_head`)
     HEAD_SHIFT: int = 0  # packed words by which a head's row begins later in its padded row than the previous head's
     ROW_PACKED: int = 0  # packed words of a row
     SCALE_SMEM_SHAPE: tuple[int, ...] = ()  # tiles, heads and keys in either order, and words if there are several
@@ -139,7 +142,7 @@ class KVLayout(KernelConfig):
 
 class TensorMapSpec(NamedTuple):
     """Tensor map of a cache: shape, strides and box of one copy in elements of `view`; rows per page, or 0 where pages
-    are a dimension of their own; padded_heads: heads of a group (`_heads_per_aligned_copy_and_word_shift`)."""
+    are a dimension of their own; padded_heads: heads of a group (`_padded_heads_and_word_shift_per_head`)."""
 
     shape: list[int]
     strides: list[int]
@@ -166,12 +169,15 @@ class TensorMapSpec(NamedTuple):
         """Returns the bytes from one copy to the next in the ring."""
         return align_smem_bytes(self.nbytes())
 
-    def self_or_none_if_tma_cannot_copy(self) -> TensorMapSpec | None:
-        """Returns itself, or None if the engine cannot copy its tiles."""
-        why_not = why_no_tensor_map(
+    def why_tma_cannot_copy(self) -> str | None:
+        """Returns why the engine cannot copy its tiles; None: it can."""
+        return why_no_tensor_map(
             self.shape, self.strides, self.box, self.view.itemsize, self.swizzle, self.smem_copy_pitch_bytes()
         )
-        return self if why_not is None else None
+
+    def self_or_none_if_tma_cannot_copy(self) -> TensorMapSpec | None:
+        """Returns itself, or None if the engine cannot copy its tiles."""
+        return self if self.why_tma_cannot_copy() is None else None
 
 
 def make_kv_and_scale_map_specs(
@@ -179,11 +185,13 @@ def make_kv_and_scale_map_specs(
 ) -> tuple[list[TensorMapSpec], list[TensorMapSpec | None]]:
     """Returns the specs of K and V codes, and of stored scales that are copied, else None; a copy is `keys_per_copy`
     keys of `heads_per_cta` heads, or parts of heads: see `decode/config.facts_with_head_dim_parts_as_heads`."""
-    codes = [kv_map_spec(x, heads_per_cta, keys_per_copy, head_dim_parts) for x in (f.k_cache, f.v_cache)]
+    codes = [kv_map_spec_or_none(x, heads_per_cta, keys_per_copy, head_dim_parts) for x in (f.k_cache, f.v_cache)]
     scales = [
         None
         if x is None or shared_tiles
-        else scale_map_spec(x, num_scale_heads(fmt, heads_per_cta, head_dim_parts), keys_per_copy, fmt.scale == BLOCK)
+        else scale_map_spec_or_none(
+            x, num_scale_heads_of_head_parts(fmt, heads_per_cta, head_dim_parts), keys_per_copy, fmt.scale == BLOCK
+        )
         for x, fmt in zip((f.k_scale_cache, f.v_scale_cache), pair_of(f), strict=True)
     ]
     return [spec for spec in codes if spec is not None], scales
@@ -192,13 +200,15 @@ def make_kv_and_scale_map_specs(
 # ---- codes ----
 
 
-def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, head_dim_parts: int = 1) -> TensorMapSpec | None:
+def kv_map_spec_or_none(
+    cache: Any, heads_per_cta: int, keys_per_copy: int, head_dim_parts: int = 1
+) -> TensorMapSpec | None:
     """Returns the spec of a cache: [rows / 16, heads, 16, packed]; [pages, slots / 16, heads, 16, packed] where the row
     pitch is not constant across pages, as with scales in their tails. None: it cannot be copied. 8 for 16 in copies
     of 8.
 
     A packed word is 16 bits. In shared memory a copy of many keys is tiles of 16 keys, whose rows are a power of two:
-    the engine pads a shorter row with zeros, or with its neighbours (`_heads_per_aligned_copy_and_word_shift`).
+    the engine pads a shorter row with zeros, or with its neighbours (`_padded_heads_and_word_shift_per_head`).
 
     head_dim_parts: of a head; each counts as one in the cache's shape, but not in its strides
     """
@@ -217,7 +227,7 @@ def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, head_dim_par
     rows = (pages - 1) * rows_per_page + slots
     # Pages that share memory have no pitch: a stride of 0 is refused below.
     flat = s_p > 0 and s_p % (n * s_s) == 0 and n <= rows < 2**31
-    padded_heads, shift = _heads_per_aligned_copy_and_word_shift(2 * packed, heads_per_cta) if s_h == width else (1, 0)
+    padded_heads, shift = _padded_heads_and_word_shift_per_head(2 * packed, heads_per_cta) if s_h == width else (1, 0)
     if flat and padded_heads > 1:
         group_row = packed + (padded_heads - 1) * shift  # of a group's last row, from the begin of its padded row
         shape, box = (
@@ -249,9 +259,9 @@ def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, head_dim_par
     return TensorMapSpec(shape, strides, [1, *box], swizzle, torch.int16, 0).self_or_none_if_tma_cannot_copy()
 
 
-def _heads_per_aligned_copy_and_word_shift(row_bytes: int, heads_per_cta: int) -> tuple[int, int]:
-    """Returns (heads_per_cta of a group, packed words by which each row begins later in its padded row), or (1, 0); for
-    adjacent heads_per_cta of row_bytes.
+def _padded_heads_and_word_shift_per_head(row_bytes: int, heads_per_cta: int) -> tuple[int, int]:
+    """Returns (heads of a group, packed words by which each head's row begins later in its padded row than the previous
+    head's), or (1, 0); for adjacent heads of row_bytes.
 
     Rows that begin at odd multiples of 16 bytes cost the engine up to four L2 requests each; those at odd multiples of
     8 it cannot copy. So each head of a group is copied from a multiple of 32, or of 16, before its row: a row of the
@@ -278,13 +288,13 @@ def pack_heads_into_swizzle_128b_rows(spec: TensorMapSpec) -> TensorMapSpec:
 # ---- stored scales ----
 
 
-def num_scale_heads(fmt: KVFormat, heads: int, head_dim_parts: int) -> int:
-    """Returns how many heads of stored scales so many heads have, of which the column parts of one share token
-    scales."""
-    return heads // head_dim_parts if fmt.scale == TOKEN_HEAD else heads
+def num_scale_heads_of_head_parts(fmt: KVFormat, num_head_parts: int, head_dim_parts: int) -> int:
+    """Returns how many heads of stored scales num_head_parts column parts of heads have; head_dim_parts parts of one
+    head share token scales."""
+    return num_head_parts // head_dim_parts if fmt.scale == TOKEN_HEAD else num_head_parts
 
 
-def scale_map_spec(
+def scale_map_spec_or_none(
     scale_cache: Any, heads_per_cta: int, keys_per_copy: int, has_block_scales: bool
 ) -> TensorMapSpec | None:
     """Returns the spec of stored scales; None: they cannot be copied, or copies of 8 keys would not be adjacent."""
@@ -366,7 +376,7 @@ def make_kv_layout(
         )
     if scales is None:
         return layout
-    heads_per_cta = num_scale_heads(fmt, heads_per_cta, head_dim_parts)
+    heads_per_cta = num_scale_heads_of_head_parts(fmt, heads_per_cta, head_dim_parts)
     words = math.prod(scales.box[-2:]) // (keys * heads_per_cta)
     scale_box = (
         (MMA_KEYS, heads_per_cta)
@@ -399,6 +409,8 @@ class TypedAddress(launch.RawAddress):
 
 def tensor_map_from_spec(x: torch.Tensor, spec: TensorMapSpec) -> Any:
     """Returns the tensor map of a cache."""
-    return make_tensor_map(
-        TypedAddress(x, spec.view), spec.shape, spec.strides, spec.box, spec.layout(), spec.smem_copy_pitch_bytes()
+    reason = spec.why_tma_cannot_copy()
+    assert reason is None, reason
+    return _make_tensor_map_without_shape_check(
+        TypedAddress(x, spec.view), spec.shape, spec.strides, spec.box, spec.layout()
     )

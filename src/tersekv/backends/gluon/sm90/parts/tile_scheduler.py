@@ -61,8 +61,8 @@ def first_visible_n_block(num_keys, seqlen_q, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, m_request, cfg: gl.constexpr):
-    """Loads the RequestShape of request i_request, or of several."""
+def load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, m_request, cfg: gl.constexpr):
+    """Loads the RequestShape of request i_request, or of several: no query rows where m_request is false."""
     num_keys = gl.load(SEQ_LENS + i_request, mask=m_request, other=0).to(gl.int32)
     if cfg.VARLEN_Q:
         q_begin = gl.load(CU_SEQLENS_Q + i_request, mask=m_request, other=0).to(gl.int32)
@@ -94,7 +94,7 @@ def find_request_and_base_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg: gl.con
     i_request, n_block_base, blocks_before = 0, 0, 0
     for i in range(0, B, cfg.BLOCK_B):
         o_b = i + gl.arange(0, cfg.BLOCK_B, LAYOUT)
-        r = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+        r = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
         ends = blocks_before + gl.associative_scan(r.num_n_blocks * r.num_m_blocks, 0, add)
         passed = (ends <= block) & (o_b < B)
         i_request += gl.sum(passed.to(gl.int32), 0)
@@ -113,7 +113,7 @@ def equal_cta_range_bounds_and_blocks_per_range(SEQ_LENS, CU_SEQLENS_Q, B, i_ran
     total_blocks = 0
     for i in range(0, B, cfg.BLOCK_B):
         o_b = i + gl.arange(0, cfg.BLOCK_B, LAYOUT)
-        request_shapes = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+        request_shapes = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
         total_blocks += gl.sum(request_shapes.num_n_blocks * request_shapes.num_m_blocks, 0)
     blocks_per_range = gl.maximum((total_blocks + num_ranges - 1) // num_ranges, cfg.MIN_BLOCKS_PER_RANGE)
     block_begin = i_range * blocks_per_range
@@ -131,7 +131,7 @@ def assign_equal_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, head_
         i_request, n_block_base = find_request_and_base_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block_begin, cfg)
     else:
         o_b = gl.arange(0, cfg.BLOCK_B, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        request_shapes = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+        request_shapes = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
         num_blocks = gl.where(o_b < B, request_shapes.num_n_blocks * request_shapes.num_m_blocks, 0)
         ends = gl.associative_scan(num_blocks, 0, add)
         total_blocks = gl.sum(num_blocks, 0)
@@ -146,7 +146,7 @@ def assign_equal_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, head_
 @gluon.jit
 def assign_unsplit_request(SEQ_LENS, CU_SEQLENS_Q, i_request, head_group, cfg: gl.constexpr):
     """Returns the CtaRange that is one request, its n_blocks counted from 0: no other length is needed."""
-    request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
+    request = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
     num_blocks = request.num_n_blocks * request.num_m_blocks
     return CtaRange(
         i_request, head_group, gl.maximum(num_blocks, 1), num_blocks * 0, num_blocks, i_request, num_blocks * 0
@@ -177,7 +177,7 @@ def assign_rounded_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, hea
         return assign_equal_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, head_group, cfg)
     else:
         o_b = gl.arange(0, cfg.BLOCK_B, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        request_shapes = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+        request_shapes = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
         num_blocks = gl.where(o_b < B, request_shapes.num_n_blocks, 0)
         ends = gl.associative_scan(num_blocks * request_shapes.num_m_blocks, 0, add)
         total_blocks, max_n_blocks = gl.reduce((num_blocks * request_shapes.num_m_blocks, num_blocks), 0, sum_and_max)
@@ -198,14 +198,14 @@ def assign_rounded_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, hea
 
 
 @gluon.jit
-def unsplit_work_tile_bounds_and_blocks_per_range(SEQ_LENS, CU_SEQLENS_Q, B, i_work_tile, cfg: gl.constexpr):
+def unsplit_tile_flat_bounds_and_blocks_per_range(SEQ_LENS, CU_SEQLENS_Q, B, i_work_tile, cfg: gl.constexpr):
     """Returns (block_begin, block_end, blocks_per_range) of work tile i_work_tile as an unsplit CTA range, in flat
-    n_blocks. blocks_per_range: such that `combine.num_splits_of_tile` counts one split"""
+    n_blocks. blocks_per_range: such that `combine.num_splits_of_tile` counts one split."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     work_tiles_before, block_begin, num_blocks = 0, 0, 0
     for j in range(0, B, cfg.BLOCK_B):
         o_b = j + gl.arange(0, cfg.BLOCK_B, LAYOUT)
-        r = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+        r = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
         ends = work_tiles_before + gl.associative_scan(r.num_m_blocks, 0, add)
         is_here = (ends > i_work_tile) & (ends - r.num_m_blocks <= i_work_tile)
         blocks_inside = gl.where(is_here, (i_work_tile - ends + r.num_m_blocks) * r.num_n_blocks, 0)
@@ -216,7 +216,7 @@ def unsplit_work_tile_bounds_and_blocks_per_range(SEQ_LENS, CU_SEQLENS_Q, B, i_w
 
 
 @gluon.jit
-def prefers_whole_work_tiles(total_blocks, max_n_blocks, num_work_tiles, num_ranges, cfg: gl.constexpr):
+def prefers_whole_tiles_despite_imbalance(total_blocks, max_n_blocks, num_work_tiles, num_ranges, cfg: gl.constexpr):
     """Returns whether each CTA should process one whole work tile, though the longest takes longer than an equal range.
 
     With unequal lengths nearly every range would be split, and a split costs as much time as many n_blocks. NVIDIA
@@ -238,65 +238,77 @@ def prefers_whole_work_tiles(total_blocks, max_n_blocks, num_work_tiles, num_ran
 
 
 @gluon.jit
-def rounded_or_unsplit_bounds_blocks_per_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg: gl.constexpr):
+def rounded_or_unsplit_bounds_and_blocks_per_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg: gl.constexpr):
     """Returns (block_begin, block_end, blocks_per_range) of a CTA range, in flat n_blocks.
 
     With equal lengths, ranges grow by up to 5% to hold whole work tiles or equal parts of one: an unsplit work tile
     needs no combine, and one split once needs one query.
     """
     if cfg.UNSPLIT:
-        return unsplit_work_tile_bounds_and_blocks_per_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, cfg)
+        return unsplit_tile_flat_bounds_and_blocks_per_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, cfg)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     total_blocks, max_n_blocks, num_work_tiles = 0, 1, 0
     for i in range(0, B, cfg.BLOCK_B):
         o_b = i + gl.arange(0, cfg.BLOCK_B, LAYOUT)
-        r = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+        r = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
         total_blocks += gl.sum(r.num_n_blocks * r.num_m_blocks, 0)
         max_n_blocks = gl.maximum(max_n_blocks, gl.max(r.num_n_blocks, 0))
         num_work_tiles += gl.sum(r.num_m_blocks, 0)
     block_begin, block_end, blocks_per_range = rounded_cta_range_bounds_and_blocks_per_range(
         total_blocks, max_n_blocks, i_range, num_ranges, cfg
     )
-    if prefers_whole_work_tiles(total_blocks, max_n_blocks, num_work_tiles, num_ranges, cfg):
-        block_begin, block_end, blocks_per_range = unsplit_work_tile_bounds_and_blocks_per_range(
+    if prefers_whole_tiles_despite_imbalance(total_blocks, max_n_blocks, num_work_tiles, num_ranges, cfg):
+        block_begin, block_end, blocks_per_range = unsplit_tile_flat_bounds_and_blocks_per_range(
             SEQ_LENS, CU_SEQLENS_Q, B, i_range, cfg
         )
     return block_begin, block_end, blocks_per_range
 
 
 @gluon.jit
-def load_n_and_m_block_counts_of_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg: gl.constexpr, BY_WARP: gl.constexpr = False):
+def load_n_and_m_block_counts(SEQ_LENS, CU_SEQLENS_Q, B, cfg: gl.constexpr, IN_EVERY_WARP: gl.constexpr = False):
     """Loads (num_n_blocks, num_m_blocks) of all requests, early, so that other work can overlap it: for
-    `rounded_or_unsplit_bounds_request_and_base`.
+    `rounded_or_unsplit_bounds_blocks_per_range_from_counts`.
 
-    BY_WARP: each warp holds all requests, so that sums need no barriers, but more registers
+    IN_EVERY_WARP: each warp holds all requests, so that sums need no barriers, but more registers
     """
-    REQUESTS_PER_THREAD: gl.constexpr = cfg.BLOCK_B // 32 if BY_WARP else 1
+    REQUESTS_PER_THREAD: gl.constexpr = cfg.BLOCK_B // 32 if IN_EVERY_WARP else 1
     o_b = gl.arange(0, cfg.BLOCK_B, gl.BlockedLayout([REQUESTS_PER_THREAD], [32], [gl.num_warps()], [0]))
-    r = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+    r = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
     return gl.where(o_b < B, r.num_n_blocks, 0), r.num_m_blocks
 
 
 @gluon.jit
-def rounded_or_unsplit_bounds_request_and_base(n_and_m_block_counts, i_range, num_ranges, cfg: gl.constexpr):
-    """Returns `rounded_or_unsplit_bounds_blocks_per_range` and `find_request_and_base_of_block` of its first n_block
-    in one, for up to BLOCK_B requests."""
+def rounded_or_unsplit_bounds_blocks_per_range_from_counts(
+    n_and_m_block_counts, i_range, num_ranges, cfg: gl.constexpr
+):
+    """Returns `rounded_or_unsplit_bounds_and_blocks_per_range`, for up to BLOCK_B requests."""
     num_n_blocks, num_m_blocks = n_and_m_block_counts
-    ends = gl.associative_scan(num_n_blocks * num_m_blocks, 0, add)
     total_blocks, max_n_blocks = gl.reduce((num_n_blocks * num_m_blocks, num_n_blocks), 0, sum_and_max)
     block_begin, block_end, blocks_per_range = rounded_cta_range_bounds_and_blocks_per_range(
         total_blocks, gl.maximum(max_n_blocks, 1), i_range, num_ranges, cfg
     )
-    if prefers_whole_work_tiles(total_blocks, max_n_blocks, gl.sum(num_m_blocks, 0), num_ranges, cfg):
+    if prefers_whole_tiles_despite_imbalance(total_blocks, max_n_blocks, gl.sum(num_m_blocks, 0), num_ranges, cfg):
         starts = gl.associative_scan(num_m_blocks, 0, add) - num_m_blocks
         is_here = (starts <= i_range) & (i_range < starts + num_m_blocks)
         blocks_inside = gl.where(is_here, (i_range - starts) * num_n_blocks, 0)
         block_begin = gl.sum(gl.where(starts + num_m_blocks <= i_range, num_n_blocks * num_m_blocks, blocks_inside), 0)
         block_end = block_begin + gl.sum(gl.where(is_here, num_n_blocks, 0), 0)
         blocks_per_range = gl.maximum(block_end, 1)
-    passed = (ends <= gl.minimum(block_begin, block_end - 1)) & (num_n_blocks > 0)
-    i_request, n_block_base = gl.reduce((passed.to(gl.int32), gl.where(passed, ends, 0)), 0, sum_and_max)
-    return block_begin, block_end, blocks_per_range, i_request, n_block_base
+    return block_begin, block_end, blocks_per_range
+
+
+@gluon.jit
+def flat_block_ends_from_counts(n_and_m_block_counts):
+    """Returns the flat n_block index at which each request ends."""
+    num_n_blocks, num_m_blocks = n_and_m_block_counts
+    return gl.associative_scan(num_n_blocks * num_m_blocks, 0, add)
+
+
+@gluon.jit
+def request_and_base_of_block_from_ends(flat_block_ends, n_and_m_block_counts, block):
+    """Returns `find_request_and_base_of_block`, for up to BLOCK_B requests."""
+    passed = (flat_block_ends <= block) & (n_and_m_block_counts[0] > 0)
+    return gl.reduce((passed.to(gl.int32), gl.where(passed, flat_block_ends, 0)), 0, sum_and_max)
 
 
 # ---- work tiles of a CTA range ----
@@ -308,7 +320,7 @@ def advance_to_request_of_block(SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_bloc
     while block - n_block_base >= request.num_n_blocks * request.num_m_blocks:
         n_block_base += request.num_n_blocks * request.num_m_blocks
         i_request += 1
-        request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
+        request = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
     return i_request, n_block_base, request
 
 
@@ -330,6 +342,6 @@ def find_work_tile_at_block(SEQ_LENS, CU_SEQLENS_Q, block, block_end, i_request,
     """Returns the WorkTile at flat n_block `block`, in request i_request or a later one."""
     i_request, n_block_base, request = advance_to_request_of_block(
         SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base,
-        load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg), cfg,
+        load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg), cfg,
     )  # fmt: skip
     return make_work_tile_at_block(block, block_end, i_request, n_block_base, request)

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...versions import reinterpret
-from ..parts.dequant import load_scale, mma_dtype
+from ..parts.dequant import load_device_or_host_scale, mma_dtype
 from ..parts.hadamard import RotationTensors
 from ..parts.online_softmax import LOG2E
 from ..parts.pipeline import allocate_mbarriers, pdl_launch_dependents, pdl_wait
@@ -254,8 +254,8 @@ def prefill_kernel(
     pdl_wait()
     strides = (stride_out_t, stride_out_h, stride_lse_t, stride_lse_h)
     store_empty_output_of_padding_rows(OUT, LSE, load_q_begin(CU_SEQLENS_Q, B, True), T, strides, cfg)
-    score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E
-    output_scale = load_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE)
+    score_scale = load_device_or_host_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E
+    output_scale = load_device_or_host_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE)
     cached_score_scale, cached_v_scale = (
         score_scale * cfg.K_RESIDUAL_SCALE,
         softcap * 0.0 + cfg.V_RESIDUAL_SCALE,

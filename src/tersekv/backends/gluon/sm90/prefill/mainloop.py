@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...versions import reinterpret, thread_barrier
-from ..parts.epilogue import cast_output, compute_acc_scale_and_lse
+from ..parts.epilogue import cast_output_saturating_fp8, compute_acc_scale_and_lse
 from ..parts.hadamard import RotationTensors, unrotate_and_scale_acc_rows, unscale_and_rotate_new_v_acc_rows
 from ..parts.online_softmax import (
     FP8RowMax,
@@ -623,7 +623,7 @@ def store_output_columns(OUT, acc_o, acc_scale, rows, strides, FIRST_COLUMN: gl.
     o_d = FIRST_COLUMN + gl.arange(0, acc_o.shape[1], gl.SliceLayout(0, acc_o.type.layout))
     valid = m_row[:, None] & (o_d < cfg.HEAD_DIM_V)[None, :]
     p_out = (OUT + tokens * strides[0] + q_heads * strides[1])[:, None] + o_d[None, :]
-    gl.store(p_out, cast_output(acc_o * acc_scale[:, None], OUT, cfg), mask=valid)
+    gl.store(p_out, cast_output_saturating_fp8(acc_o * acc_scale[:, None], OUT, cfg), mask=valid)
 
 
 @gluon.jit

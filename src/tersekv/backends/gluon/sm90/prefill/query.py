@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...versions import reinterpret, thread_barrier
-from ..parts.dequant import exponent_and_inv_scale_of_rows, exponent_to_float
+from ..parts.dequant import biased_exponent_and_inv_scale_of_rows, exponent_to_float
 from ..parts.hadamard import scale_and_rotate_query_rows
 
 ROWS_PER_WARPGROUP = gl.constexpr(64)
@@ -64,7 +64,7 @@ def prepare_loaded_whole_query_and_q_scales(
         if cfg.K_ROTATION.ENABLED:
             x = scale_and_rotate_query_rows(x, rotation, kv_head, cfg)
         if gl.bfloat16 == LOADED_Q_DTYPE or cfg.K_ROTATION.ENABLED:
-            exponent, inv_scale = exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
+            exponent, inv_scale = biased_exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
             x = x * inv_scale[:, None]
             q_scales = gl.convert_layout(exponent_to_float(exponent), q_scales.type.layout)
         thread_barrier()  # all threads have read the rows that are now overwritten
@@ -104,7 +104,7 @@ def prepare_loaded_query_parts_and_q_scales(
             row_max = inv_scale * 0.0
             for part in gl.static_range(PARTS):
                 row_max = gl.maximum(row_max, gl.max(gl.abs(x.index(part).load(LOAD_LAYOUT).to(gl.float32)), 1))
-            exponent, inv_scale = exponent_and_inv_scale_of_rows(row_max)
+            exponent, inv_scale = biased_exponent_and_inv_scale_of_rows(row_max)
             q_scales = gl.convert_layout(exponent_to_float(exponent), q_scales.type.layout)
         for i in gl.static_range(PARTS):  # from the last: an 8-bit part is overwritten by those with a lower index
             part = x.index(PARTS - 1 - i).load(LOAD_LAYOUT).to(gl.float32) * (inv_scale * score_scale_sign)[:, None]
