@@ -389,7 +389,7 @@ def test_the_blockwise_product_adds_scaled_partial_sums_in_fp32(tile, rows):
     native = tile.tma
     f = SimpleNamespace(kv_b_proj=plan._fact(codes[1]), kv_b_proj_scale=plan._fact(w_scale))
     call = SimpleNamespace(CODES=codes[0], SCALES=scales, KV=out, kv_b_proj=codes[1], kv_b_proj_scale=w_scale)
-    gemm_blockwise.make_gemm_launch(f, rows, 40, tile, native)(call)
+    gemm_blockwise.make_kv_up_projection_launch(f, rows, 40, tile, native)(call)
     a, w = (c.float().double() for c in codes)
     a = a * a_scale.double().repeat_interleave(128, 1)
     w = w * w_scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)

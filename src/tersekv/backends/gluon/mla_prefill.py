@@ -92,8 +92,9 @@ def _gather_gemm_and_attention_launches(
         launches += (
             gather_latents.make_gather_launch(f, i_chunk, num_rows, max_rows, portable_cfg.native_casts, i == 0,
                                               use_pdl),
-            blockwise_gemm.make_gemm_launch(f, num_rows, max_rows, num_sms, use_pdl) if use_gluon_gemm
-            else portable_gemm.make_gemm_launch(f, num_rows, max_rows, portable_cfg.product, portable_cfg.native_fp8),
+            blockwise_gemm.make_kv_up_projection_launch(f, num_rows, max_rows, num_sms, use_pdl) if use_gluon_gemm
+            else portable_gemm.make_kv_up_projection_launch(f, num_rows, max_rows, portable_cfg.product,
+                                                            portable_cfg.native_fp8),
             *([three_warpgroups.make_three_consumers_attention_launch(f, i_chunk, num_rows, num_sms, use_pdl)]
               if use_three_warpgroups else []),
             attention.make_attention_launch(f, i_chunk, num_rows, has_previous_chunk, has_next_chunk, num_sms, use_pdl,

@@ -10,7 +10,7 @@ from tersekv.formats import INDEX_BLOCK, index_format
 from .exact import without_grad_and_autocast
 from .index_rows import (
     layer_norm_in_fp64_to_fp32,
-    quantize_index_rows_to_codes_and_scales,
+    quantize_index_rows_to_codes_and_scales_if_any,
     rope_hadamard_and_validity_of_tokens,
     round_if_round16,
 )
@@ -39,7 +39,7 @@ def run(call: Any, config: None) -> None:
     slots = tokens_pages_and_slots_to_write(call, num_pages, page_size, known)
     if slots is None:
         return
-    codes, scales = quantize_index_rows_to_codes_and_scales(x, index_format(call.format), INDEX_BLOCK)
+    codes, scales = quantize_index_rows_to_codes_and_scales_if_any(x, index_format(call.format), INDEX_BLOCK)
     scatter_rows(call.k_cache, codes, slots)
     if scales is not None:
         scatter_rows(call.k_scale_cache, scales[..., 0] if call.k_scale_cache.dim() == 2 else scales, slots)

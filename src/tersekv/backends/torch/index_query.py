@@ -10,7 +10,7 @@ import torch
 from tersekv.formats import index_format
 
 from .exact import without_grad_and_autocast
-from .index_rows import quantize_index_rows_to_codes_and_scales, rope_hadamard_and_validity_of_tokens
+from .index_rows import quantize_index_rows_to_codes_and_scales_if_any, rope_hadamard_and_validity_of_tokens
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -26,7 +26,7 @@ def run(call: Any, config: None) -> None:
     x, known = rope_hadamard_and_validity_of_tokens(call, call.q.float(), call.q.dtype)
     if known is not None:
         x = torch.where(known[:, None, None], x, 0.0)
-    codes, scales = quantize_index_rows_to_codes_and_scales(x, index_format(call.format), x.shape[-1])
+    codes, scales = quantize_index_rows_to_codes_and_scales_if_any(x, index_format(call.format), x.shape[-1])
     call.q_out.copy_(codes)
     weights = x.new_ones(x.shape[:2]) if call.weights is None else call.weights.float()
     weights = weights * weights.new_full((), call.weight_scale)

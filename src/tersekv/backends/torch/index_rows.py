@@ -45,7 +45,7 @@ def round_if_round16(call: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).float() if call.round16 else x
 
 
-def quantize_index_rows_to_codes_and_scales(
+def quantize_index_rows_to_codes_and_scales_if_any(
     x: Tensor, f: KVFormat, columns_per_scale: int
 ) -> tuple[Tensor, Tensor | None]:
     """Returns codes [..., D] of fp32 rows, and fp32 scales [..., ceil(D / columns_per_scale)] or None."""

@@ -105,7 +105,7 @@ def blockwise_gemm_kernel(
     store_output_tile(OUT, acc, row, num_rows, column, N, BLOCK_M, BLOCK_N, USE_TMA)
 
 
-def make_gemm_launch(
+def make_kv_up_projection_launch(
     f: SimpleNamespace, num_rows: int, scales_stride: int, tile: GemmTile, native_fp8: bool
 ) -> KernelLaunch:
     """Returns the launch for a chunk of `num_rows` rows: KV = CODES @ kv_b_proj.T

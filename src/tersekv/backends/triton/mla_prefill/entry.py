@@ -62,7 +62,7 @@ def make_append_and_chunk_launches(f: SimpleNamespace, choice: MLAPrefillConfig)
     for i, (i_chunk, num_rows) in enumerate(chunks):
         kernel_launches += (
             gather_latents.make_gather_launch(f, i_chunk, num_rows, max_rows, choice.native_casts),
-            blockwise_gemm.make_gemm_launch(f, num_rows, max_rows, choice.product, choice.native_fp8),
+            blockwise_gemm.make_kv_up_projection_launch(f, num_rows, max_rows, choice.product, choice.native_fp8),
             attention.make_attention_launch(f, i_chunk, num_rows, i > 0, i + 1 < len(chunks), choice.attention),
         )
     return LaunchSequence(

@@ -17,7 +17,7 @@ from .token_rows import (
     interleave_pairs,
     load_code_rows,
     load_cos_sin_or_zeros,
-    load_quant_and_global_scale,
+    load_quant_multiplier_and_dequant_scale,
     load_rope_nope_rows_as_fp32,
     load_rope_positions,
     load_rows_as_fp32,
@@ -89,7 +89,9 @@ def quantize_or_copy_rows_to_cache(
         return
     # Rotation and channel scales; then the scale of the tensor or head, codes and their stored scales
     x = divide_by_channel_scales_and_rotate(x, rotation, head, D)
-    quant_scale, global_scale = load_quant_and_global_scale(p_scale, scale, head, SCALE_PER_HEAD, SCALE_T_MULTIPLIES)
+    quant_scale, global_scale = load_quant_multiplier_and_dequant_scale(
+        p_scale, scale, head, SCALE_PER_HEAD, SCALE_T_MULTIPLIES
+    )
     FP16: tl.constexpr = p_x.dtype.element_ty == tl.float16
     if PACKED_READ_MODE and FORMAT.CODE == "int4":
         quantize_and_store_int4_pairs(x, p_codes, p_scales, o_codes, o_scales, m_write, D, FP16, FORMAT.WIDEN)
@@ -140,7 +142,7 @@ def rope_and_cast_queries(
         x, y = apply_rope(x, y, cos, sin)
     if ZERO_PADDING:
         valid = valid & (token_slot >= 0)[:, None]  # negative: the caller skips the token
-    quant_scale, _ = load_quant_and_global_scale(p_scale, scale, head, False, SCALE_T_MULTIPLIES)
+    quant_scale, _ = load_quant_multiplier_and_dequant_scale(p_scale, scale, head, False, SCALE_T_MULTIPLIES)
     x = cast_to_float_dtype_or_fp8_bytes(
         tl.where(valid, x * quant_scale, 0.0), p_out.dtype.element_ty, QUERY_KIND, NATIVE_FP8_CAST
     )
@@ -196,7 +198,9 @@ def rope_quantize_and_append_keys(
         x = apply_rope_to_rows(x, p_rope, o_rope, p_cos_sin_row, has_position, R, D_PAD, INTERLEAVED)
         x = divide_by_channel_scales_and_rotate(x, rotation, head, D)
     page, page_slot, m_write = resolve_page_slot_and_write_mask(token_slot, slot_args, PAGE)
-    quant_scale, global_scale = load_quant_and_global_scale(p_scale, scale, head, SCALE_PER_HEAD, SCALE_T_MULTIPLIES)
+    quant_scale, global_scale = load_quant_multiplier_and_dequant_scale(
+        p_scale, scale, head, SCALE_PER_HEAD, SCALE_T_MULTIPLIES
+    )
     o_codes = cache_row_offsets(page, page_slot, head, strides_codes, STRIDE_UNIT)
     o_scales = cache_row_offsets(page, page_slot, head, strides_scales, 1)
     m_write = m_write[:, None] & has_position

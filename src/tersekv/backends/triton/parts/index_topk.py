@@ -173,7 +173,7 @@ def output_positions_m_selected_count_and_ties_left(keys, threshold, max_ties):
 
 
 @triton.jit
-def num_visible_columns_open_group_is_open_start(
+def num_visible_open_group_is_open_first_column(
     STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_request, i_row, width, KEYS_PER_COLUMN: tl.constexpr,
     cfg: tl.constexpr,
 ):  # fmt: skip
@@ -235,7 +235,7 @@ def index_candidates_kernel(
     i_row, line = i_line // HEADS, (i_line % HEADS).to(tl.int64)
     t = first_row + i_row
     i_request = 0 if VISIBLE is not None else request_of_row_else_minus_1_or_B(CU_SEQLENS_Q, B, t, cfg)
-    visible, _group, _is_open, start = num_visible_columns_open_group_is_open_start(
+    visible, _group, _is_open, start = num_visible_open_group_is_open_first_column(
         STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_request, t, width, KEYS_PER_COLUMN, cfg
     )
     num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_PREVIOUS_ROUNDS)
@@ -274,7 +274,7 @@ def index_topk_kernel(
     i_row, line = tl.program_id(0) // HEADS, (tl.program_id(0) % HEADS).to(tl.int64)
     t = first_row + i_row
     i_request = 0 if VISIBLE is not None else request_of_row_else_minus_1_or_B(CU_SEQLENS_Q, B, t, cfg)
-    visible, group, is_open, start = num_visible_columns_open_group_is_open_start(
+    visible, group, is_open, start = num_visible_open_group_is_open_first_column(
         STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_request, t, width, KEYS_PER_COLUMN, cfg
     )
     num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_PREVIOUS_ROUNDS)

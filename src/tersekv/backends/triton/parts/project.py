@@ -84,7 +84,7 @@ def accumulate_group(
 
 
 @triton.jit
-def weight_ptrs_and_prefetched_weights_scales(
+def weight_and_scale_ptrs_prefetched_weights_and_scales(
     w_args, h, first_weight_row, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH_GROUPS: tl.constexpr
 ):
     """Returns (pointers to a block of head h's weights and scales), and PREFETCH_GROUPS column groups of
@@ -110,7 +110,7 @@ def weight_ptrs_and_prefetched_weights_scales(
 @triton.jit
 def accumulate_prefetched_groups(x_groups, weights, scales, QUANTIZE_X: tl.constexpr, SWAP_AB: tl.constexpr,
                                  NATIVE_FP8_MMA: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):  # fmt: skip
-    """Returns the product of the weights of `weight_ptrs_and_prefetched_weights_scales` and as many column groups of
+    """Returns the product of the weights of `weight_and_scale_ptrs_prefetched_weights_and_scales` and as many column groups of
     rows."""
     BLOCK_M: tl.constexpr = x_groups[0].shape[0]
     BLOCK_N: tl.constexpr = weights[0].shape[0]
@@ -153,7 +153,7 @@ def project_head(
     o_n, m_m = first_column + tl.arange(0, BLOCK_N), (o_m < T)[:, None]
     p_x = X + h * stride_xh + o_m.to(tl.int64)[:, None] * stride_xt + tl.arange(0, GROUP)[None, :]
     QUANTIZE_X: tl.constexpr = w_args[3] is not None
-    weight_ptrs, weights, scales = weight_ptrs_and_prefetched_weights_scales(
+    weight_ptrs, weights, scales = weight_and_scale_ptrs_prefetched_weights_and_scales(
         w_args, h, first_column, N, K, BLOCK_N, PREFETCH_GROUPS
     )
     p_w, p_scale = weight_ptrs

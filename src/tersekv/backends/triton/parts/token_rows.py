@@ -120,22 +120,21 @@ def resolve_page_slot_and_write_mask(token_slot, slot_args, PAGE: tl.constexpr):
 
 
 @triton.jit
-def load_quant_and_global_scale(
-    p_scale, multiplier, head, SCALE_PER_HEAD: tl.constexpr, SCALE_T_MULTIPLIES: tl.constexpr
+def load_quant_multiplier_and_dequant_scale(
+    p_scale, multiplier_if_no_ptr, head, SCALE_PER_HEAD: tl.constexpr, LOADED_IS_MULTIPLIER: tl.constexpr
 ):
     """Returns (multiplier, dequantizing scale) of rows: [ROWS, 1] with a scale for each head, else scalars.
 
-    multiplier:  the multiplier, unless p_scale is not None; that tensor multiplies if SCALE_T_MULTIPLIES, else
-    dequantizes
+    LOADED_IS_MULTIPLIER: the tensor at p_scale multiplies rows, else it dequantizes them
     """
     if p_scale is None:
-        return multiplier, reciprocal_rn(multiplier)
+        return multiplier_if_no_ptr, reciprocal_rn(multiplier_if_no_ptr)
     else:
         if SCALE_PER_HEAD:
             loaded_scale = tl.load(p_scale + head)[:, None]
         else:
             loaded_scale = tl.load(p_scale)
-        if SCALE_T_MULTIPLIES:
+        if LOADED_IS_MULTIPLIER:
             return loaded_scale, reciprocal_rn(loaded_scale)
         else:
             return reciprocal_rn(loaded_scale), loaded_scale

@@ -17,7 +17,7 @@ from ....triton.parts.project import (
     accumulate_scaled_group,
     quantize_rows_e4m3_codes_and_scales,
     store_projection,
-    weight_ptrs_and_prefetched_weights_scales,
+    weight_and_scale_ptrs_prefetched_weights_and_scales,
 )
 from ....triton.parts.tile_scheduler import split_metadata_ptr
 from ..parts.combine import accumulate_splits
@@ -144,7 +144,7 @@ def combine_quantize_project_kernel(
     columns by e4m3 weights. Unsplit rows are read from LATENTS. Weights are prefetched before the PDL wait."""
     gdc_launch_dependents()
     h = tl.program_id(0)
-    _, weights, scales = weight_ptrs_and_prefetched_weights_scales(
+    _, weights, scales = weight_and_scale_ptrs_prefetched_weights_and_scales(
         (W, stride_wh, stride_wn, W_SCALE, stride_sh, stride_sn), h.to(tl.int64), 0, PROJECTED_COLUMNS, cfg.DV,
         PROJECTED_COLUMNS, 4,
     )  # fmt: skip

@@ -64,7 +64,7 @@ def scale_layout(num_warps):
 
 
 @gluon.jit
-def store_group_scales_with_max_and_ratios(
+def store_group_scales_log2_max_inv_max_and_ratios(
     group_scales, smem_scales_log2_max_and_inv_max, smem_ratios_to_max, stage, num_valid
 ):
     """Stores a tile's group scales in shared memory; past the last key they are 1.
@@ -155,7 +155,7 @@ def tma_producer_with_scale_prep(
             # Wait for the tile and prepare its group scales.
             if cfg.GROUP_SCALES and PREPARES_SCALES:
                 mbarrier.wait(full_barrier, (kv_iter // NUM_FULL_BARRIERS) & 1)
-                store_group_scales_with_max_and_ratios(
+                store_group_scales_log2_max_inv_max_and_ratios(
                     smem_kv.scales.index(stage).load(scale_layout(gl.num_warps())),
                     scale_prep_and_first_q_full.score_scales, scale_prep_and_first_q_full.v_scale_ratios, stage,
                     num_keys - n_block * cfg.BLOCK_N,
@@ -237,7 +237,7 @@ def listed_rows_producer_with_scale_prep(
                 )
             signal_copies(full.index(kv_iter % NUM_FULL_BARRIERS))
             if PREPARES_SCALES:
-                store_group_scales_with_max_and_ratios(
+                store_group_scales_log2_max_inv_max_and_ratios(
                     group_scales, scale_prep_and_first_q_full.score_scales,
                     scale_prep_and_first_q_full.v_scale_ratios, stage, num_keys - n_block * cfg.BLOCK_N,
                 )  # fmt: skip

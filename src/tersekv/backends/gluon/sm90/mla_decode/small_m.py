@@ -35,7 +35,7 @@ from ..parts.epilogue import (
     token_head_and_mask_of_q_rows,
 )
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
-from ..parts.tile_scheduler import find_work_tile_at_block, load_n_and_m_block_counts
+from ..parts.tile_scheduler import find_work_tile_at_block_cut_at_end, load_n_and_m_block_counts
 from .gather import CacheRows, copy_arrivals, fence_async_shared_if_gathered
 from .params import (
     AttentionTensors,
@@ -598,7 +598,7 @@ def consumer(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides
     kv_iter, num_done = 0, 0
     while block < block_end:
         # Next work tile.
-        work_tile = find_work_tile_at_block(
+        work_tile = find_work_tile_at_block_cut_at_end(
             tensors.SEQ_LENS, tensors.CU_SEQLENS_Q, block, block_end, i_request, n_block_base, cfg
         )
         i_request, n_block_base = work_tile.i_request, work_tile.n_block_base

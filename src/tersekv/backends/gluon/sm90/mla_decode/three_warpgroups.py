@@ -29,7 +29,7 @@ from ..parts.combine import split_metadata_ptr
 from ..parts.epilogue import cast_output_saturating_fp8, compute_acc_scale_and_lse, store_empty_output_of_padding_rows
 from ..parts.online_softmax import LAZY_ROW_MAX_PTX, split_columns
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_wait, sync_and_arrive
-from ..parts.tile_scheduler import find_work_tile_at_block, load_n_and_m_block_counts
+from ..parts.tile_scheduler import find_work_tile_at_block_cut_at_end, load_n_and_m_block_counts
 from .gather import CacheRows, copy_arrivals, fence_async_shared_if_gathered, wait_full_and_fence_if_gathered
 from .params import (
     AttentionTensors,
@@ -372,7 +372,7 @@ def wait_group_scales_and_compute_scores(smem_kv, q, stage, opaque_zero, score_s
                                          cfg: gl.constexpr):  # fmt: skip
     """Returns QK where each chunk of a key has a scale and the rotary part is bf16: fp32 [BLOCK_M, BLOCK_N].
 
-    `store_group_scales_with_max_and_ratios` stores score_scales and signals scales_full.
+    `store_group_scales_log2_max_inv_max_and_ratios` stores score_scales and signals scales_full.
     """
     CHUNKS: gl.constexpr = cfg.CHUNKS
     ckv, k_pe = smem_kv.latents, smem_kv.pe
@@ -474,7 +474,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
     kv_iter, p_iter, num_done = 0, 0, 0
     while block < block_end:
         # Next work tile.
-        work_tile = find_work_tile_at_block(
+        work_tile = find_work_tile_at_block_cut_at_end(
             tensors.SEQ_LENS, tensors.CU_SEQLENS_Q, block, block_end, i_request, n_block_base, cfg
         )
         i_request, n_block_base, num_keys = work_tile.i_request, work_tile.n_block_base, work_tile.num_keys
@@ -750,7 +750,7 @@ def load_q_and_pv_warpgroup(tensors, q, smem_kv, mbarriers, buffers, score_scale
     kv_iter, num_done = 0, 0
     while block < block_end:
         # Next work tile.
-        work_tile = find_work_tile_at_block(
+        work_tile = find_work_tile_at_block_cut_at_end(
             tensors.SEQ_LENS, tensors.CU_SEQLENS_Q, block, block_end, i_request, n_block_base, cfg
         )
         i_request, n_block_base, num_keys = work_tile.i_request, work_tile.n_block_base, work_tile.num_keys

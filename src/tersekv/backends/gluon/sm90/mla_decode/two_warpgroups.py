@@ -34,7 +34,7 @@ from ..parts.epilogue import (
 )
 from ..parts.online_softmax import rescale_unless_all_ones_ptx_and_constraints
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
-from ..parts.tile_scheduler import find_work_tile_at_block, load_n_and_m_block_counts
+from ..parts.tile_scheduler import find_work_tile_at_block_cut_at_end, load_n_and_m_block_counts
 from .gather import (
     CacheRows,
     copy_arrivals,
@@ -172,7 +172,7 @@ def tma_or_listed_rows_producer(tensor_maps, cache_rows, page_lookup, smem_kv, m
     num_even_tiles, num_odd_tiles = 0, 0
     while block < block_end:
         # Next work tile.
-        work_tile = find_work_tile_at_block(
+        work_tile = find_work_tile_at_block_cut_at_end(
             page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, block, block_end, i_request, n_block_base, cfg
         )
         i_request, n_block_base, n_block_end, num_keys = (
@@ -578,7 +578,7 @@ def consumer(
     score_scale = gl.maximum(gl.abs(scales.score_scale), 1e-30)
     while block < block_end:
         # Next work tile.
-        work_tile = find_work_tile_at_block(
+        work_tile = find_work_tile_at_block_cut_at_end(
             tensors.SEQ_LENS, tensors.CU_SEQLENS_Q, block, block_end, i_request, n_block_base, cfg
         )
         i_request, n_block_base = work_tile.i_request, work_tile.n_block_base

@@ -235,7 +235,9 @@ def blockwise_gemm_kernel(
 # Its launch.
 
 
-def make_gemm_launch(f: SimpleNamespace, num_rows: int, max_rows: int, num_sms: int, use_pdl: bool) -> KernelLaunch:
+def make_kv_up_projection_launch(
+    f: SimpleNamespace, num_rows: int, max_rows: int, num_sms: int, use_pdl: bool
+) -> KernelLaunch:
     """Returns the launch for a chunk of `num_rows` rows, in buffers for `max_rows`: KV = CODES @ kv_b_proj.T"""
     n, rank = f.kv_b_proj.shape
     tile_shape = [BLOCK.value, BLOCK.value]

@@ -123,7 +123,7 @@ def blockwise_hadamard_unnormalized_unpacked(
 
 
 @gluon.jit
-def load_signs_over_sqrt_times_channel_scales(
+def load_normalized_signs_times_channel_scales_if_any(
     SIGNS, CHANNEL_SCALES, kv_heads, o_d, D: gl.constexpr, rotation: gl.constexpr,
     INVERT_CHANNEL_SCALES: gl.constexpr = False,
 ):  # fmt: skip
@@ -190,7 +190,9 @@ def _load_packed_column_scales_of_k_or_v(
             heads,
             head_column_of_converted_column(position, cfg) if tile_cfg.LARGE_M else NUM_PACKED_TILES * position + j,
         )
-        scales = scales + (load_signs_over_sqrt_times_channel_scales(SIGNS, CHANNEL_SCALES, o_head, o_d, D, rotation),)
+        scales = scales + (
+            load_normalized_signs_times_channel_scales_if_any(SIGNS, CHANNEL_SCALES, o_head, o_d, D, rotation),
+        )
     return scales
 
 
@@ -275,7 +277,7 @@ def scale_and_rotate_query_rows(x, rotation, kv_head, cfg: gl.constexpr):
     o_d = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     x = (
         x
-        * load_signs_over_sqrt_times_channel_scales(
+        * load_normalized_signs_times_channel_scales_if_any(
             rotation.K_SIGNS, rotation.K_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM, ROTATION
         )[None, :]
     )
@@ -293,7 +295,7 @@ def unrotate_and_scale_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr):
     o_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
     return (
         acc
-        * load_signs_over_sqrt_times_channel_scales(
+        * load_normalized_signs_times_channel_scales_if_any(
             rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION
         )[None, :]
     )
@@ -306,7 +308,7 @@ def unscale_and_rotate_new_v_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr)
     o_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
     acc = (
         acc
-        * load_signs_over_sqrt_times_channel_scales(
+        * load_normalized_signs_times_channel_scales_if_any(
             rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION, True
         )[None, :]
     )

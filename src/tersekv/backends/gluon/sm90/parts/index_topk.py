@@ -19,7 +19,7 @@ from ....triton.parts.index_topk import (
     Source,
     load_topk_keys_kept_first_nan_last,
     num_candidates_after_rounds,
-    num_visible_columns_open_group_is_open_start,
+    num_visible_open_group_is_open_first_column,
 )
 from ...versions import thread_barrier
 
@@ -307,7 +307,7 @@ def index_candidates_kernel(
     gdc_wait()
     t = first_row + i_row
     i_request = 0 if VISIBLE is not None else request_of_row(CU_SEQLENS_Q, B, t, WARPS, cfg)
-    visible, _group, _is_open, start = num_visible_columns_open_group_is_open_start(
+    visible, _group, _is_open, start = num_visible_open_group_is_open_first_column(
         STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_request, t, width, KEYS_PER_COLUMN, cfg
     )
     num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_PREVIOUS_ROUNDS)
@@ -352,7 +352,7 @@ def index_topk_kernel(
     p_smem = allocate_smem_and_clear_bins(WARPS)
     gdc_wait()
     i_request = 0 if VISIBLE is not None else request_of_row(CU_SEQLENS_Q, B, t, WARPS, cfg)
-    visible, group, is_open, start = num_visible_columns_open_group_is_open_start(
+    visible, group, is_open, start = num_visible_open_group_is_open_first_column(
         STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, i_request, t, width, KEYS_PER_COLUMN, cfg
     )
     num = num_candidates_after_rounds(visible, k, first_round_max_per_split, COLUMNS_PER_SPLIT, NUM_PREVIOUS_ROUNDS)

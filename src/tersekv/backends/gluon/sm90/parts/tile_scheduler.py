@@ -338,10 +338,12 @@ def make_work_tile_at_block(block, block_end, i_request, n_block_base, request):
 
 
 @gluon.jit
-def find_work_tile_at_block(SEQ_LENS, CU_SEQLENS_Q, block, block_end, i_request, n_block_base, cfg: gl.constexpr):
-    """Returns the WorkTile at flat n_block `block`, in request i_request or a later one."""
+def find_work_tile_at_block_cut_at_end(
+    SEQ_LENS, CU_SEQLENS_Q, block, block_end, search_from_request, n_block_base, cfg: gl.constexpr
+):
+    """Returns the WorkTile at flat n_block `block`, in request search_from_request or a later one, cut at block_end."""
     i_request, n_block_base, request = advance_to_request_of_block(
-        SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base,
-        load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg), cfg,
+        SEQ_LENS, CU_SEQLENS_Q, block, search_from_request, n_block_base,
+        load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, search_from_request, True, cfg), cfg,
     )  # fmt: skip
     return make_work_tile_at_block(block, block_end, i_request, n_block_base, request)

@@ -230,7 +230,9 @@ def load_page_id_of_each_key(page_table, n_start, key_begin, key_end, cfg: gl.co
 
 
 @gluon.jit
-def load_k_or_v_scales_zero_oob(SCALES, page_ids, page_slots, m_key, kv_head, IS_V: gl.constexpr, cfg: gl.constexpr):
+def load_token_or_block_scales_of_k_or_v_zero_oob(
+    SCALES, page_ids, page_slots, m_key, kv_head, IS_V: gl.constexpr, cfg: gl.constexpr
+):
     """Loads stored scales of K or V, fp32 or a byte per block, blocks padded to a power of two; 0 where invalid.
 
     A side without stored scales has nothing to load.
@@ -258,8 +260,12 @@ def load_k_and_v_scales_zero_oob(stored_scales, page_ids, n_start, key_begin, ke
     """Loads a tile's (K scales, V scales); 0 outside [key_begin, key_end)."""
     o_key = key_offsets(n_start, cfg)
     m_key, page_slots = (o_key >= key_begin) & (o_key < key_end), o_key % cfg.PAGE
-    k = load_k_or_v_scales_zero_oob(stored_scales.K_SCALES, page_ids, page_slots, m_key, kv_head, False, cfg)
-    return k, load_k_or_v_scales_zero_oob(stored_scales.V_SCALES, page_ids, page_slots, m_key, kv_head, True, cfg)
+    k = load_token_or_block_scales_of_k_or_v_zero_oob(
+        stored_scales.K_SCALES, page_ids, page_slots, m_key, kv_head, False, cfg
+    )
+    return k, load_token_or_block_scales_of_k_or_v_zero_oob(
+        stored_scales.V_SCALES, page_ids, page_slots, m_key, kv_head, True, cfg
+    )
 
 
 @gluon.jit

@@ -1,6 +1,6 @@
 """The producer warp of prefill: copies queries, K and V of every work tile by TMA, from the last n_block to the first.
 
-Wait for a free stage: `producer_acquire` in `acquire_and_copy_kv_stage` and `acquire_and_copy_new_kv_stage`; mask,
+Wait for a free stage: `producer_acquire` in `acquire_and_copy_kv_stage` and `wait_for_stage_and_start_new_kv_copies`; mask,
 rescale, combine: none here.
 """
 
@@ -150,17 +150,17 @@ def acquire_and_copy_new_kv_block(
 ):
     """Copies a tile of new K or V, into STAGES_PER_BLOCK stages."""
     if STAGES_PER_BLOCK == 1:
-        acquire_and_copy_new_kv_stage(TENSOR_MAP, stages, first_new_row, n_block, block_iter, 0, kv_head, cfg)
+        wait_for_stage_and_start_new_kv_copies(TENSOR_MAP, stages, first_new_row, n_block, block_iter, 0, kv_head, cfg)
     else:
         for part in range(STAGES_PER_BLOCK):
-            acquire_and_copy_new_kv_stage(
+            wait_for_stage_and_start_new_kv_copies(
                 TENSOR_MAP, stages, first_new_row, n_block, block_iter * STAGES_PER_BLOCK + part,
                 part * stages.tiles.shape[2], kv_head, cfg,
             )  # fmt: skip
 
 
 @gluon.jit
-def acquire_and_copy_new_kv_stage(
+def wait_for_stage_and_start_new_kv_copies(
     TENSOR_MAP, stages, first_new_row, n_block, stage_iter, first_column, kv_head, cfg: gl.constexpr
 ):
     """Waits for a free stage and starts the copies of a tile of new K or V, or part of one."""
