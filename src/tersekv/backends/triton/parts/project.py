@@ -110,8 +110,8 @@ def weight_and_scale_ptrs_prefetched_weights_and_scales(
 @triton.jit
 def accumulate_prefetched_groups(x_groups, weights, scales, QUANTIZE_X: tl.constexpr, SWAP_AB: tl.constexpr,
                                  NATIVE_FP8_MMA: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):  # fmt: skip
-    """Returns the product of the weights of `weight_and_scale_ptrs_prefetched_weights_and_scales` and as many column groups of
-    rows."""
+    """Returns the product of the weights of `weight_and_scale_ptrs_prefetched_weights_and_scales` and as many column
+    groups of rows."""
     BLOCK_M: tl.constexpr = x_groups[0].shape[0]
     BLOCK_N: tl.constexpr = weights[0].shape[0]
     acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP_AB else [BLOCK_M, BLOCK_N], tl.float32)

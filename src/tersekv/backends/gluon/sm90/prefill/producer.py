@@ -1,7 +1,7 @@
 """The producer warp of prefill: copies queries, K and V of every work tile by TMA, from the last n_block to the first.
 
-Wait for a free stage: `producer_acquire` in `acquire_and_copy_kv_stage` and `wait_for_stage_and_start_new_kv_copies`; mask,
-rescale, combine: none here.
+Wait for a free stage: `producer_acquire` in `acquire_and_copy_kv_stage` and `wait_for_stage_and_start_new_kv_copies`;
+mask, rescale, combine: none here.
 """
 
 from typing import NamedTuple
