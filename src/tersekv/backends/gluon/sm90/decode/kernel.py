@@ -757,10 +757,8 @@ def decode_small_m_or_shared_tiles_kernel(
             elif tile_cfg.UNSPLIT or is_unsplit:
                 store_unsplit_output_and_lse(tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)
             else:
-                store_partial_acc_max_and_sum(
-                    SPLIT_WORKSPACE, partial_slot, state, first_head, work_tile.seqlen_q * cfg.GROUP - row_begin, cfg,
-                    tile_cfg,
-                )  # fmt: skip
+                store_partial_acc_max_and_sum(SPLIT_WORKSPACE, partial_slot, state, first_head,
+                                              work_tile.seqlen_q * cfg.GROUP - row_begin, cfg, tile_cfg)  # fmt: skip
                 if tile_cfg.FUSED_COMBINE_ROWS > 0:
                     arrive_and_combine_in_levels_if_last(tensors, scales, strides, splits, maybe_uninit_counter,
                                                          first_head, work_tile, cfg, tile_cfg)  # fmt: skip
