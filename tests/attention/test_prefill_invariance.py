@@ -33,11 +33,13 @@ def test_native_kernels_with_windows_and_sinks():
 
 
 @NATIVE
-def test_batch_invariance_alone_does_not_do_it(monkeypatch):
+def test_batch_invariance_alone_does_not_do_it_with_avx512():
+    """AVX2's kernels have one order for few rows and many."""
     case, q = problem("prefill", "fp8_e4m3", (3000,), (70,))
     whole = attend("prefill", case, q, (70,), backend="cpu", batch_invariant=True)
     last = attend("decode", case, q[-1:], (1,), backend="cpu", batch_invariant=True)
-    assert not same(last, tuple(x[-1:] for x in whole))
+    one_order = library.load_compiled_library_or_reason().level() in ("plain", "avx2")
+    assert same(last, tuple(x[-1:] for x in whole)) == one_order
 
 
 @NATIVE
