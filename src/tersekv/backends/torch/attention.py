@@ -112,7 +112,7 @@ class KVCachesAndScales:
         self.num_pages, self.page_size, self.heads = call.k_cache.shape[:3]
         self.widest = max(call.q.shape[2], call.out.shape[2])
 
-    def load_k_parts_and_scale(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
+    def load_k_parts_and_unapplied_scale_or_none(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
         k, k_scale = self._load_rows_and_unapplied_row_scales(self._k_format, self._k, self._ks, at)
         return [k], k_scale
 
@@ -147,7 +147,7 @@ class NewRowsAsPages:
         self.num_pages, self.heads = call.k.shape[:2]
         self.widest = max(call.q.shape[2], call.out.shape[2])
 
-    def load_k_parts_and_scale(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
+    def load_k_parts_and_unapplied_scale_or_none(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
         return [self._k.load(at)], None
 
     def load_v_and_scale(self, at: KeySlots, k_parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:

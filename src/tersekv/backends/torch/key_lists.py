@@ -169,7 +169,7 @@ def _load_kv_and_scales(
     """Returns key parts [N, H, K, D_i] and their scale [N, H, K] or None; values and theirs."""
 
     def load_k_parts_k_scale_v_and_v_scale(pages: Tensor, slots: Tensor) -> list[Tensor | None]:
-        k_parts, k_scale = source.load_k_parts_and_scale(KeySlots(pages, slots))
+        k_parts, k_scale = source.load_k_parts_and_unapplied_scale_or_none(KeySlots(pages, slots))
         found = [*k_parts, k_scale, *source.load_v_and_scale(KeySlots(pages, slots), k_parts)]
         return [None if x is None else x.unflatten(0, (-1, source.heads)) for x in found]
 

@@ -93,7 +93,7 @@ class LatentSource:
         self.num_pages, self.page_size = call.ckv.shape[:2]
         self.widest = call.out.shape[2]
 
-    def load_k_parts_and_scale(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
+    def load_k_parts_and_unapplied_scale_or_none(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
         if self._format.scale == UE8M0:  # rows of bytes, the rotary part among them
             codes = self._ckv.view(torch.uint8)[at.pages, at.slots]  # some devices cannot index fp8
             return [dequantize(codes, self._scales[at.pages, at.slots], self._format)], None

@@ -28,7 +28,7 @@ class PagedSource(Protocol):
     heads: int
     widest: int  # columns of the longest row of keys or values
 
-    def load_k_parts_and_scale(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
+    def load_k_parts_and_unapplied_scale_or_none(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
         """Returns parts [B * H, C, D_i] of the keys, and a scale per key [B * H, C] for its scores."""
 
     def load_v_and_scale(self, at: KeySlots, k_parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -131,7 +131,7 @@ def _online_softmax_step(
     softmax_state: SoftmaxState | None,
 ) -> SoftmaxState:
     # QK
-    keys, factor = source.load_k_parts_and_scale(at)
+    keys, factor = source.load_k_parts_and_unapplied_scale_or_none(at)
     s = torch.bmm(q_scaled[0], keys[0].transpose(1, 2))
     for q_part, k_part in zip(q_scaled[1:], keys[1:], strict=True):
         s.baddbmm_(q_part, k_part.transpose(1, 2))

@@ -185,7 +185,7 @@ def load_channel_scales_of_rows_or_ones(attributes, head_of_row, D: tl.constexpr
 
 
 @triton.jit
-def count_unequal_channel_scales(src_attributes, dst_attributes, head, D: tl.constexpr, D_PAD: tl.constexpr):
+def count_unequal_channel_scales_per_row(src_attributes, dst_attributes, head, D: tl.constexpr, D_PAD: tl.constexpr):
     """Returns how many channel scales of heads differ, int32 [ROWS, 1]."""
     if src_attributes[2] is None and dst_attributes[2] is None:
         return tl.zeros([head.shape[0], 1], tl.int32)
@@ -375,7 +375,7 @@ def transcode_rows(
             load_layer_offset_in_elements(p_layer_table, 18 + IS_V, 4),
             head_strides[1],
         )  # fmt: skip
-        unequal_channels = count_unequal_channel_scales(src_attributes, dst_attributes, head, D, D_PAD)
+        unequal_channels = count_unequal_channel_scales_per_row(src_attributes, dst_attributes, head, D, D_PAD)
         unequal = unequal_channels + count_unequal_hadamard_signs(src_attributes, dst_attributes, D & -D)
 
     # Rows that are the same on both sides.

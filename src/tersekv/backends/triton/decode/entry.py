@@ -42,9 +42,9 @@ from ...host.key_lists import (
 from ..parts.combine import combine_batch_invariant_kernel, combine_by_split_metadata_kernel
 from ..parts.kv_cache_args import (
     StoredRowFormat,
-    cache_stride_args_in_stride_units,
     format_constants,
     head_dim_and_packed_width_constants,
+    kv_and_scale_cache_strides_in_stride_units,
     mask_args,
     pack_factor,
     packed_strides,
@@ -218,8 +218,8 @@ def _shape_tile_and_split_constants(f: SimpleNamespace, tile: TileConfig, use_tm
 
 
 def _stride_args(f: SimpleNamespace) -> dict[str, int]:
-    """Returns strides of the split pass's tensors; of caches by `cache_stride_args_in_stride_units`."""
-    found = stride_args(f.q, stride_q_="th") | cache_stride_args_in_stride_units(f)
+    """Returns strides of the split pass's tensors; of caches by `kv_and_scale_cache_strides_in_stride_units`."""
+    found = stride_args(f.q, stride_q_="th") | kv_and_scale_cache_strides_in_stride_units(f)
     return found | {"stride_mask_t": f.mask.stride[0] if f.mask is not None else 0}
 
 

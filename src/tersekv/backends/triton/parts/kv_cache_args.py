@@ -130,7 +130,7 @@ def window_sinks_softcap_and_scale_constants(f: SimpleNamespace) -> dict[str, An
     }
 
 
-def cache_stride_args_in_stride_units(f: SimpleNamespace) -> dict[str, int]:
+def kv_and_scale_cache_strides_in_stride_units(f: SimpleNamespace) -> dict[str, int]:
     """Returns strides of pages, slots and heads: packed codes in STRIDE_UNITs, stored scales in SCALE_STRIDE_UNITs."""
     found: dict[str, int] = {}
     constants = format_constants(f)

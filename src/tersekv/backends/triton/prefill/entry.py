@@ -30,9 +30,9 @@ from ...host.bind import (
 from ...host.kernel_config import KernelConfig
 from ..parts.kv_cache_args import (
     StoredRowFormat,
-    cache_stride_args_in_stride_units,
     format_constants,
     head_dim_and_packed_width_constants,
+    kv_and_scale_cache_strides_in_stride_units,
     request_block_size,
     rotation_args,
     why_not_kv_cache,
@@ -207,13 +207,13 @@ def _shape_and_tile_constants(f: SimpleNamespace, tile: TileConfig) -> dict[str,
 
 
 def _stride_args(f: SimpleNamespace) -> dict[str, int]:
-    """Returns strides of all tensors but the caches (`cache_stride_args_in_stride_units`)."""
+    """Returns strides of all tensors but the caches (`kv_and_scale_cache_strides_in_stride_units`)."""
     found = (
         stride_args(f.q, stride_q_="th") | stride_args(f.k, stride_k_new_="th") | stride_args(f.v, stride_v_new_="th")
     )
     return (
         found
-        | cache_stride_args_in_stride_units(f)
+        | kv_and_scale_cache_strides_in_stride_units(f)
         | stride_args(f.out, stride_out_="th")
         | stride_args(f.lse, stride_lse_="th")
         | {"stride_table_b": f.page_table.stride[0]}

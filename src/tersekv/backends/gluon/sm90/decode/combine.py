@@ -211,7 +211,7 @@ def load_and_combine_partials(
 
 
 @gluon.jit
-def store_combined_partial(
+def store_already_combined_partial_over_first_split(
     SPLIT_WORKSPACE, first_combined_range, tile_first_range, row_max, row_sum, acc_o, i_column_block, first_head,
     num_q_rows_left,
     cfg: gl.constexpr, tile_cfg: gl.constexpr,
@@ -308,7 +308,7 @@ def arrive_and_combine_in_levels_if_last(
                     row_begin, num_q_rows_left, cfg, tile_cfg,
                 )  # fmt: skip
             else:
-                store_combined_partial(
+                store_already_combined_partial_over_first_split(
                     SPLIT_WORKSPACE, first_combined_range, tile_first_range, row_max, row_sum, acc_o, i_column_block,
                     first_head,
                     num_q_rows_left, cfg, tile_cfg,

@@ -110,7 +110,7 @@ def smem_bytes_per_key(f: SimpleNamespace) -> int:
     return k.row_bytes(d) + v.row_bytes(dv)
 
 
-def column_scales_smem_bytes(f: SimpleNamespace, heads: int) -> int:
+def rotation_column_scales_smem_bytes(f: SimpleNamespace, heads: int) -> int:
     """Returns the bytes of the column scales of `heads` heads, where rows are rotated or have channel scales."""
     sides = ((f.k_signs, f.k_channel_scale, f.q), (f.v_signs, f.v_channel_scale, f.out))
     return sum(4 * heads * x.shape[2] for *rotation, x in sides if rotation != [None, None])
@@ -190,7 +190,9 @@ def choose_tile_config(f: SimpleNamespace, block_m: int) -> TileConfig:
     heads = choose_heads_per_cta(f, tile_config.heads_per_cta)
     bytes_per_key = smem_bytes_per_key(f) * heads
     limit, max_block_n = (
-        launch.shared_memory_bytes_per_cta(f) // tile_config.ctas_per_sm - 2048 - column_scales_smem_bytes(f, heads),
+        launch.shared_memory_bytes_per_cta(f) // tile_config.ctas_per_sm
+        - 2048
+        - rotation_column_scales_smem_bytes(f, heads),
         tile_config.block_n,
     )
     while tile_config.block_n > 16 and tile_config.num_stages * tile_config.block_n * bytes_per_key > limit:
@@ -252,7 +254,7 @@ def _shared_tiles_config_with_max_stages(f: SimpleNamespace, block_m: int) -> Ti
     if max(d, dv) > 128:
         tile_config = tile_config._replace(block_n=32)
     query_rows = 0 if block_m == tile_config.block_n and d <= 128 else block_m  # 0: Q is held in registers
-    fixed_bytes = 2 * (query_rows * d + tile_config.block_n * (d + dv)) + 4096 + column_scales_smem_bytes(f, 1)
+    fixed_bytes = 2 * (query_rows * d + tile_config.block_n * (d + dv)) + 4096 + rotation_column_scales_smem_bytes(f, 1)
     stage_bytes = tile_config.block_n * (fmt.code_bytes(d) + fmt.code_bytes(dv))
     return tile_config._replace(
         num_stages=max(
@@ -269,7 +271,7 @@ def _rows_64_config_with_max_stages(f: SimpleNamespace, block_m: int) -> TileCon
     smem_bytes = (
         (launch.shared_memory_bytes_per_cta(f) + 1024) // ctas_per_sm - 1536 - (4096 if fmt.scale == TOKEN_HEAD else 0)
     )
-    smem_bytes -= column_scales_smem_bytes(f, 1)
+    smem_bytes -= rotation_column_scales_smem_bytes(f, 1)
     stage_bytes, converted_stage_bytes = 2 * 64 * fmt.code_bytes(d), 2 * 64 * d
     converted_stages = 4 if smem_bytes - 4 * converted_stage_bytes >= 3 * stage_bytes else 3
     return _TILES_ROWS_64._replace(
@@ -293,7 +295,7 @@ def num_prefetched_query_stages(f: SimpleNamespace, tile_config: TileConfig, hea
         tile_config.num_stages * tile_config.block_n * heads_per_cta * smem_bytes_per_key(f)
         + (tile_config.num_stages - 1) * heads_per_cta * block_m * d * f.q.dtype.itemsize
     )
-    smem_bytes += column_scales_smem_bytes(f, heads_per_cta)
+    smem_bytes += rotation_column_scales_smem_bytes(f, heads_per_cta)
     return (
         tile_config.num_stages - 1
         if smem_bytes <= launch.shared_memory_bytes_per_cta(f) // tile_config.ctas_per_sm - 1024

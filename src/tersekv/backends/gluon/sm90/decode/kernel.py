@@ -296,7 +296,7 @@ def accumulate_pv_of_mma_tile(
 
 
 @gluon.jit
-def init_softmax_state_with_row_sum_by_key(cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def init_row_max_row_sum_by_key_and_acc(cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the SoftmaxState before the first n_block."""
     MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
     row_max = gl.full([tile_cfg.HEADS_PER_CTA, cfg.BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
@@ -441,7 +441,7 @@ def init_unreduced_softmax_state(cfg: gl.constexpr, tile_cfg: gl.constexpr):
     if cfg.BLOCK_M > 16:
         return init_softmax_state_with_max_and_sum_by_lane(cfg, tile_cfg)
     else:
-        return init_softmax_state_with_row_sum_by_key(cfg, tile_cfg)
+        return init_row_max_row_sum_by_key_and_acc(cfg, tile_cfg)
 
 
 @gluon.jit

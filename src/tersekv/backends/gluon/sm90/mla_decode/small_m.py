@@ -356,7 +356,7 @@ def rescale_row_sum_and_acc(row_sum, acc_o, row_max, row_max_new, ACC_LAYOUT: gl
 
 @gluon.jit
 def dequant_v_accumulate_transposed_pv_and_wait(
-    acc_o, ckv, stage, first_v_chunk, p_buffers, I_P_BUFFER: gl.constexpr, SAVE_REGISTERS: gl.constexpr,
+    acc_o, ckv, stage, preloaded_v_chunk_0_or_empty, p_buffers, I_P_BUFFER: gl.constexpr, SAVE_REGISTERS: gl.constexpr,
     ACC_LAYOUT: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
@@ -370,8 +370,8 @@ def dequant_v_accumulate_transposed_pv_and_wait(
         if SAVE_REGISTERS and i > 0:
             finished = finished + warpgroup_mma_wait(0, [out[2 * i - 2], out[2 * i - 1]])
         v = (
-            first_v_chunk
-            if i == 0 and len(first_v_chunk) == 2
+            preloaded_v_chunk_0_or_empty
+            if i == 0 and len(preloaded_v_chunk_0_or_empty) == 2
             else load_v_even_and_odd_columns_fp16(ckv, stage, i, ACC_LAYOUT, cfg)
         )
         p = p_buffers.index(I_P_BUFFER * CHUNKS + i if cfg.GROUP_SCALES else I_P_BUFFER)
