@@ -42,9 +42,10 @@ class Acquired(NamedTuple):
     ready: Any  # torch.cuda.Event after which they are there; None: they are
 
     def wait(self, stream: Any = None) -> None:
-        """Let a stream, the current one by default, wait until the pages are there. The host does not wait."""
+        """Let a stream wait until the pages are there, by default the current one of the cache's device. The host does
+        not wait."""
         if self.ready is not None:
-            (stream or torch.cuda.current_stream()).wait_event(self.ready)
+            (stream or torch.cuda.current_stream(self.ready.device)).wait_event(self.ready)
 
 
 def _last_arrival(pages: Iterable[KeptPage]) -> Any:
@@ -84,6 +85,8 @@ class TieredPool(PagePool):
     caller's, which waits only until they are read. A page that came back is kept on the host too, as long as there is
     room, and leaves again for nothing: requantising does not add up.
 
+    `acquire` writes pages that nobody owns: copy what `extend` names (`copy_pages`) before the pool's next call.
+
     Not thread-safe, and one stream at a time appends. Raises TypeError or ValueError for another kind of cache and for
     a cold format that cannot hold its rows.
     """
@@ -100,6 +103,8 @@ class TieredPool(PagePool):
     ) -> None:
         if not isinstance(cache, (PagedKVCache, PagedLatentCache)):
             raise TypeError(f"cache: want PagedKVCache or PagedLatentCache, got {type(cache).__name__}")
+        if not callable(policy):
+            raise TypeError(f"policy: want a function of a KeptPage, got {type(policy).__name__}")
         super().__init__(cache.num_pages, cache.page_size)
         cold_pages, chunk_bytes = (
             as_non_negative_int("cold_pages", cold_pages), as_positive_int("chunk_bytes", chunk_bytes),
