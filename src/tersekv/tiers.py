@@ -116,6 +116,7 @@ class TieredPool(PagePool):
         self._of_hot: dict[int, KeptPage] = {}
         self._free_cold = list(range(cold_pages))
         heapify(self._free_cold)
+        self._twins: dict[Hashable, set[KeptPage]] = {}  # by request: what it computed too, in pages of its own
         self._returning: set[KeptPage] = set()  # found by the call that makes room for them
         self._calls = self._arrivals = 0
         self.pages_moved_away = self.pages_moved_back = 0  # since the pool was made
@@ -194,9 +195,11 @@ class TieredPool(PagePool):
                 raise ValueError(f"tokens: want those of page {page}, which is kept, got others")
         for depth, (page, key) in enumerate(zip(pages, keys, strict=False)):
             kept = self._kept.setdefault(key, KeptPage(key, depth, None))
-            if kept.hot is None:  # else two requests computed it, and this page is not shared
+            if kept.hot is None:
                 kept.hot, kept.arrival, self._of_hot[page] = page, None, kept
                 self._owners[page] += 1
+            elif kept.hot != page:  # two requests computed it, and this page is not shared
+                self._twins.setdefault(request_id, set()).add(kept)
 
     def release(self, request_id: Hashable, tokens: Tokens | None = None) -> None:
         """The request ends: `commit` and `free`. Raises ValueError for a request that was released before."""
@@ -210,6 +213,8 @@ class TieredPool(PagePool):
         for page in self._pages[self._known(request_id)]:
             if page in self._of_hot:
                 self._of_hot[page].last_used = self._calls
+        for kept in self._twins.pop(request_id, ()):
+            kept.last_used = self._calls
         super().free(request_id)
 
     def make_room(self, num_pages: int) -> None:

@@ -122,6 +122,20 @@ def test_the_policy_says_what_leaves():
         assert pool.match([*stays, 0]) == 8
 
 
+def test_a_beginning_that_two_requests_computed_stays_as_long_as_the_ends():
+    pool, other = TieredPool(kv(8), cold_pages=0), [*range(30, 39)]
+    tokens = {"a": PROMPT[:5], "b": PROMPT}
+    for request in tokens:
+        pool.acquire(request, tokens[request])  # before either is committed
+    for request in tokens:
+        pool.commit(request, tokens[request])
+    pool.release("a")
+    served(pool, kv(8), "other", other)
+    pool.release("b")
+    pool.make_room(pool.num_free_pages + 2)
+    assert (pool.match(PROMPT), pool.match(other)) == (8, 0)
+
+
 def test_a_full_tier_forgets_first_what_the_cache_has_too():
     cache, other = kv(6), [*range(9)]
     pool = TieredPool(cache, cold_pages=2)
