@@ -28,6 +28,9 @@ def cold_template(cache: Cache, format: Any, **options: Any) -> Cache:
     """A cache of one page for the same model, in another format; None: in all like `cache`."""
     if isinstance(cache, PagedLatentCache) and not cache.qk_rope_head_dim:
         raise ValueError("cache: want latent rows with a rotary part, got qk_rope_head_dim 0")
+    for i, layer in enumerate(cache.layers if isinstance(cache, PagedKVCache) else ()):
+        if layer.k.data_ptr() == layer.v.data_ptr() != 0:
+            raise ValueError(f"cache: want K and V in memory of their own, got one tensor for both in layer {i}")
     if format is None:
         if options:
             raise ValueError(f"{next(iter(options))}: want it beside a cold_format, got none")

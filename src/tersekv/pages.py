@@ -124,10 +124,8 @@ class PagePool:
 
         Raises OutOfPagesError and leaves the pool as it was.
         """
-        counts = [as_non_negative_int("num_tokens", n) for n in num_tokens]
-        if len(request_ids) != len(counts):
-            raise ValueError(f"num_tokens: want {len(request_ids)} numbers, got {len(counts)}")
-        self._once(request_ids)
+        numbers = self._counts("num_tokens", request_ids, num_tokens)
+        counts = [as_non_negative_int("num_tokens", n) for n in numbers]
         wanted: list[tuple[int, bool]] = []  # fresh pages of each request, and whether the first is a copy
         owners: dict[int, int] = {}  # of partly filled pages, once the requests before have copies of their own
         for request, n in zip(request_ids, counts, strict=True):
@@ -215,15 +213,7 @@ class PagePool:
         return RaggedPages(*(_int32(x, device) for x in (indptr, indices, last)))
 
     def _newest(self, request_ids: Sequence[Hashable], new_tokens: Iterable[int]) -> list[tuple[Hashable, int]]:
-        try:
-            numbers = iter(new_tokens)
-        except TypeError:  # a tensor or an array without dimensions has an __iter__ too
-            kind = type(new_tokens).__name__
-            raise TypeError(f"new_tokens: want a number for each request, got {kind}") from None
-        counts = [as_int("new_tokens", n) for n in numbers]
-        if len(request_ids) != len(counts):
-            raise ValueError(f"new_tokens: want {len(request_ids)} numbers, got {len(counts)}")
-        self._once(request_ids)
+        counts = self._counts("new_tokens", request_ids, new_tokens)
         out = []
         for request, n in zip(request_ids, counts, strict=True):
             total = self.num_tokens(request)
@@ -231,6 +221,18 @@ class PagePool:
                 raise ValueError(f"new_tokens: want in [0, {total}] for request {request!r}, got {n}")
             out += [(request, position) for position in range(total - n, total)]
         return out
+
+    def _counts(self, name: str, request_ids: Sequence[Hashable], numbers: Iterable[int]) -> list[int]:
+        """A number for each of these requests, each named once."""
+        try:
+            listed = iter(numbers)
+        except TypeError:  # a tensor or an array without dimensions has an __iter__ too
+            raise TypeError(f"{name}: want a number for each request, got {type(numbers).__name__}") from None
+        counts = [as_int(name, n) for n in listed]
+        if len(request_ids) != len(counts):
+            raise ValueError(f"{name}: want {len(request_ids)} numbers, got {len(counts)}")
+        self._once(request_ids)
+        return counts
 
     def _once(self, request_ids: Sequence[Hashable]) -> None:
         seen = set()

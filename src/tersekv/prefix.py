@@ -21,12 +21,14 @@ def token_ids(tokens: Tokens) -> array:
             got = f"{list(tokens.shape)} {tokens.dtype}"
             raise TypeError(f"tokens: want a list of ints or an integer Tensor [n], got {got}")
         tokens = tokens.tolist()
-    if not isinstance(tokens, Sequence) or isinstance(tokens, (str, bytes)):
+    if not isinstance(tokens, Sequence) or isinstance(tokens, (str, bytes, bytearray)):
         raise TypeError(f"tokens: want a list of ints or an integer Tensor [n], got {type(tokens).__name__}")
     try:
-        return array("q", tokens)
-    except (TypeError, OverflowError):
-        return array("q", [as_int("tokens", token) for token in tokens])
+        if {*map(type, tokens)} <= {int}:
+            return array("q", tokens)
+    except OverflowError:
+        pass  # `as_int` says which
+    return array("q", [as_int("tokens", token) for token in tokens])
 
 
 def page_keys(ids: array, page_size: int) -> list[bytes]:

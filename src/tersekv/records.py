@@ -99,9 +99,20 @@ def import_pages(
     for entry, stored in zip(entries, there, strict=True):
         if entry.pages is None and not record_file.same(entry, stored):
             file.fail(entry.name, "the values that the cache has", "others")
+    _compare_shared(file, entries, there)
     for put in puts:
         put()
     return tokens
+
+
+def _compare_shared(file: record_file.Record, entries: Sequence[record_file.Entry], stored: Sequence[Tensor]) -> None:
+    """Pages that the cache has twice, as of K and V in one tensor, cannot hold two contents."""
+    first: dict[int, int] = {}  # the entry that begins at an address
+    for i, entry in enumerate(entries):
+        if entry.pages:
+            j = first.setdefault(entry.source.data_ptr(), i)
+            if j < i and not torch.equal(stored[j], stored[i]):
+                file.fail(entry.name, f"the bytes of {entries[j].name}, whose memory the cache shares", "others")
 
 
 def _page_list(cache: Cache, pages: Tensor | Sequence[int]) -> list[int]:

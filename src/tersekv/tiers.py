@@ -42,9 +42,10 @@ class Acquired(NamedTuple):
     ready: Any  # torch.cuda.Event after which they are there; None: they are
 
     def wait(self, stream: Any = None) -> None:
-        """Let a stream, the current one by default, wait until the pages are there. The host does not wait."""
+        """Let a stream wait until the pages are there, by default the current one of the cache's device. The host does
+        not wait."""
         if self.ready is not None:
-            (stream or torch.cuda.current_stream()).wait_event(self.ready)
+            (stream or torch.cuda.current_stream(self.ready.device)).wait_event(self.ready)
 
 
 def _last_arrival(pages: Iterable[KeptPage]) -> Any:
@@ -84,6 +85,8 @@ class TieredPool(PagePool):
     caller's, which waits only until they are read. A page that came back is kept on the host too, as long as there is
     room, and leaves again for nothing: requantising does not add up.
 
+    `acquire` writes pages that nobody owns: copy what `extend` names (`copy_pages`) before the pool's next call.
+
     Not thread-safe, and one stream at a time appends. Raises TypeError or ValueError for another kind of cache and for
     a cold format that cannot hold its rows.
     """
@@ -100,6 +103,8 @@ class TieredPool(PagePool):
     ) -> None:
         if not isinstance(cache, (PagedKVCache, PagedLatentCache)):
             raise TypeError(f"cache: want PagedKVCache or PagedLatentCache, got {type(cache).__name__}")
+        if not callable(policy):
+            raise TypeError(f"policy: want a function of a KeptPage, got {type(policy).__name__}")
         super().__init__(cache.num_pages, cache.page_size)
         cold_pages, chunk_bytes = (
             as_non_negative_int("cold_pages", cold_pages), as_positive_int("chunk_bytes", chunk_bytes),
@@ -111,6 +116,7 @@ class TieredPool(PagePool):
         self._of_hot: dict[int, KeptPage] = {}
         self._free_cold = list(range(cold_pages))
         heapify(self._free_cold)
+        self._twins: dict[Hashable, set[KeptPage]] = {}  # by request: what it computed too, in pages of its own
         self._returning: set[KeptPage] = set()  # found by the call that makes room for them
         self._calls = self._arrivals = 0
         self.pages_moved_away = self.pages_moved_back = 0  # since the pool was made
@@ -189,9 +195,11 @@ class TieredPool(PagePool):
                 raise ValueError(f"tokens: want those of page {page}, which is kept, got others")
         for depth, (page, key) in enumerate(zip(pages, keys, strict=False)):
             kept = self._kept.setdefault(key, KeptPage(key, depth, None))
-            if kept.hot is None:  # else two requests computed it, and this page is not shared
+            if kept.hot is None:
                 kept.hot, kept.arrival, self._of_hot[page] = page, None, kept
                 self._owners[page] += 1
+            elif kept.hot != page:  # two requests computed it, and this page is not shared
+                self._twins.setdefault(request_id, set()).add(kept)
 
     def release(self, request_id: Hashable, tokens: Tokens | None = None) -> None:
         """The request ends: `commit` and `free`. Raises ValueError for a request that was released before."""
@@ -205,6 +213,8 @@ class TieredPool(PagePool):
         for page in self._pages[self._known(request_id)]:
             if page in self._of_hot:
                 self._of_hot[page].last_used = self._calls
+        for kept in self._twins.pop(request_id, ()):
+            kept.last_used = self._calls
         super().free(request_id)
 
     def make_room(self, num_pages: int) -> None:

@@ -289,6 +289,8 @@ def test_a_wrong_argument_is_named_and_changes_nothing(act, message):
 @pytest.mark.parametrize(("act", "message"), [
     (lambda p: p.add("b", 2.5), "num_tokens: want int, got float 2.5"),
     (lambda p: p.extend("a", None), "num_tokens: want int, got NoneType None"),
+    (lambda p: p.extend_all(["a"], 1), "num_tokens: want a number for each request, got int"),
+    (lambda p: p.extend_all(["a"], torch.tensor(1)), "num_tokens: want a number for each request, got Tensor"),
     (lambda p: p.truncate("a", 2.0), "num_tokens: want int, got float 2.0"),
     (lambda p: PagePool("4", 4), "num_pages: want int, got str '4'"),
     (lambda p: p.grow(8.5), "num_pages: want int, got float 8.5"),

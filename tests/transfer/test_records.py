@@ -105,6 +105,14 @@ def test_the_library_of_safetensors_reads_a_record(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["record.safetensors"]
 
 
+def test_pages_that_share_memory_take_only_equal_bytes():
+    shared = PagedKVCache.from_tensors([torch.zeros(6, 1, 4, 2, 32, dtype=torch.bfloat16)] * 2)
+    refused(shared, tersekv.export_pages(filled(kv("bf16")), [5, 0]), "0.v: want the bytes of 0.k, whose memory the ")
+    shared[0].k[5] = 1
+    assert tersekv.import_pages(shared, [1], tersekv.export_pages(shared, [5])) == 4
+    assert shared[1].v[1].eq(1).all()
+
+
 def test_a_record_without_pages_is_one():
     a = filled(kv())
     before = contents(a)

@@ -10,7 +10,7 @@ import tier_traffic
 import torch
 
 import tersekv
-from tersekv import OutOfPagesError, PagedIndexCache, PagedKVCache, PagedLatentCache, TieredPool
+from tersekv import OutOfPagesError, PagedIndexCache, PagedKVCache, PagedLatentCache, TieredPool, tiers
 from tersekv.prefix import page_keys, token_ids
 
 PROMPT = [*range(10, 20)]  # two full pages of 4, and half of one
@@ -122,6 +122,20 @@ def test_the_policy_says_what_leaves():
         assert pool.match([*stays, 0]) == 8
 
 
+def test_a_beginning_that_two_requests_computed_stays_as_long_as_the_ends():
+    pool, other = TieredPool(kv(8), cold_pages=0), [*range(30, 39)]
+    tokens = {"a": PROMPT[:5], "b": PROMPT}
+    for request in tokens:
+        pool.acquire(request, tokens[request])  # before either is committed
+    for request in tokens:
+        pool.commit(request, tokens[request])
+    pool.release("a")
+    served(pool, kv(8), "other", other)
+    pool.release("b")
+    pool.make_room(pool.num_free_pages + 2)
+    assert (pool.match(PROMPT), pool.match(other)) == (8, 0)
+
+
 def test_a_full_tier_forgets_first_what_the_cache_has_too():
     cache, other = kv(6), [*range(9)]
     pool = TieredPool(cache, cold_pages=2)
@@ -214,6 +228,19 @@ def test_a_page_is_not_given_to_others_while_it_arrives(monkeypatch):
     assert waited == ["arrived"]
 
 
+def test_the_current_stream_of_the_cache_waits(monkeypatch):
+    waited, device = [], torch.device("cuda", 1)
+
+    def current_stream(device=None):
+        return SimpleNamespace(wait_event=lambda event: waited.append((device, event)))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    event = SimpleNamespace(device=device)
+    tiers.Acquired((), 0, 0, 0, event).wait()
+    tiers.Acquired((), 0, 0, 0, event).wait(current_stream("given"))
+    assert waited == [(device, event), ("given", event)]
+
+
 def test_errors_change_nothing():
     cache = kv()
     with pytest.raises(TypeError, match="cache: want PagedKVCache or PagedLatentCache, got PagedIndexCache"):
@@ -228,8 +255,14 @@ def test_errors_change_nothing():
         TieredPool(cache, cold_pages=1, chunk_bytes=0)
     with pytest.raises(ValueError, match="format: want one of bf16"):
         TieredPool(cache, cold_pages=1, cold_format="int3")
+    with pytest.raises(TypeError, match="policy: want a function of a KeptPage, got str"):
+        TieredPool(cache, cold_pages=1, policy="lru")
+    one = PagedKVCache.from_tensors([torch.zeros(6, 1, 4, 2, 32, dtype=torch.bfloat16)])
+    with pytest.raises(ValueError, match="cache: want K and V in memory of their own, got one tensor for both in lay"):
+        TieredPool(one, cold_pages=1)
     pool = TieredPool(cache, cold_pages=1)
-    for tokens in ([1.5], "text", torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64), None):
+    no_ids = [1.5], [True, 2], "text", bytearray(16), torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64), None
+    for tokens in (*no_ids, torch.tensor([True, False])):
         with pytest.raises(TypeError, match="tokens"):
             pool.acquire("a", tokens)
     pool.acquire("a", torch.tensor(PROMPT))

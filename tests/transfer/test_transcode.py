@@ -149,6 +149,10 @@ def test_the_number_of_tokens_may_lie_on_the_device():
         tersekv.transcode(a, pages[0], b, pages[1], num_tokens=number + 24)
 
 
+def of_shape(*shape: int) -> PagedKVCache:
+    return PagedKVCache.from_tensors([torch.zeros(2, *shape, dtype=torch.bfloat16).unbind()] * LAYERS)
+
+
 WRONG = [
     ({"src": 3}, TypeError, "src: want a cache or a layer of one, got int"),
     ({"dst": PagedLatentCache.allocate(2, 8, 8, format="bf16")}, TypeError, "dst: want PagedKVCache as src is, got"),
@@ -162,6 +166,9 @@ WRONG = [
     ({"dst_pages": torch.tensor([7, 7])}, ValueError, "dst_pages: want each page once, got 7 again"),
     ({"dst_pages": torch.tensor([9, 7])}, ValueError, r"dst_pages: want pages in \[0, 8\), got 9 at 0"),
     ({"dst_pages": [1]}, ValueError, "dst_pages: want at least 2 pages of 8 slots for 16 tokens, got 1"),
+    ({"src": of_shape(8, 0, H, D)}, ValueError, "src: want at least one slot a page, got 0"),
+    ({"dst": of_shape(8, 0, H, D)}, ValueError, "dst: want at least one slot a page, got 0"),
+    ({"src": of_shape(8, 8, 0, D), "dst": of_shape(8, 8, 0, D)}, ValueError, "src: want rows, got num_kv_heads 0"),
     ({"num_tokens": 17}, ValueError, "src_pages: want at least 3 pages of 8 slots for 17 tokens, got 2"),
     ({"num_tokens": -1}, ValueError, "num_tokens: want 0 or more, got -1"),
     ({"num_tokens": 1.5}, TypeError, "num_tokens: want int, got float"),

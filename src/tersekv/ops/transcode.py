@@ -168,6 +168,8 @@ def _layers(src: AnyCache, dst: AnyCache) -> list[tuple[Any, Any]]:
     for name, cache in (("src", src), ("dst", dst)):
         if not isinstance(cache, _KINDS):
             raise TypeError(f"{name}: want a cache or a layer of one, got {type(cache).__name__}")
+        if not cache.page_size:
+            raise ValueError(f"{name}: want at least one slot a page, got 0")
     if type(src) is not type(dst):
         raise TypeError(f"dst: want {type(src).__name__} as src is, got {type(dst).__name__}")
     kv = isinstance(src, (PagedKVCache, PagedKVLayer))
@@ -178,7 +180,7 @@ def _layers(src: AnyCache, dst: AnyCache) -> list[tuple[Any, Any]]:
         if want != got:
             raise ValueError(f"dst: want {name} {want} as src has, got {got}")
         if want == 0:
-            raise ValueError(f"src: want latent rows with a rotary part, got {name} 0")
+            raise ValueError(f"src: want {'rows' if kv else 'latent rows with a rotary part'}, got {name} 0")
     return list(zip(src.layers, dst.layers, strict=True)) if whole else [(src, dst)]  # type: ignore[union-attr]
 
 
