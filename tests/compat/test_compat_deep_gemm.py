@@ -61,6 +61,8 @@ def test_ragged(keys, heads):
             mine = row[s : max(s, e)][:columns]
             out[: len(mine)] = mine
         assert same(fp8_mqa_logits(q, (k, scales), weights, starts, ends, False, columns), from_start)
+        before = starts - 5 * (starts == 0)  # a row's first key is 0 at least
+        assert same(fp8_mqa_logits(q, (k, scales), weights, before, ends, False, columns), from_start)
         given = (q, None), (k, scales), weights, starts, ends, False, columns
         got = fp8_fp4_mqa_logits(*given, logits_dtype=torch.bfloat16)
         assert torch.equal(got, fp8_fp4_mqa_logits(*given).bfloat16())

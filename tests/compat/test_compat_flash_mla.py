@@ -188,6 +188,9 @@ def test_sparse_prefill(sinks, how):
     assert (out[2] == 0).all()
     assert (lse[2] == torch.inf).all()
     assert (top[2] == -torch.inf).all()
+    unsigned = indices.long().to(torch.uint32)[:, None]
+    again = flash_mla_sparse_fwd(q, kv, unsigned, 0.1, L, sink, lens)
+    assert all(map(torch.equal, again, (out, top, lse)))
 
 
 def test_queries_of_requests_that_lie_apart():
@@ -239,9 +242,11 @@ TABLE = {"block_table": torch.zeros(2, 3, dtype=torch.int32), "cache_seqlens": t
     ({"k_cache": HALF[..., :500], "is_fp8_kvcache": False}, "k_cache: want rows of 576 as in q, got [9, 7, 1, 500]"),
     ({"k_cache": torch.zeros(P, S, 2, 656, dtype=torch.uint8)}, "k_cache: want [P, S, dim] or [P, S, 1, dim], got"),
     ({"head_dim_v": 256}, "head_dim_v: want 512, and 576 columns of q, over records of 656 bytes, got 256, 576"),
-    ({"indices": SLOTS[:1]}, "indices: want [T=2, n] int32 | int64 | uint32, got [1, 4] int32"),
+    ({"indices": SLOTS[:1]}, "indices: want [B=2, Q=1, n], got [1, 1, 4]"),
+    ({"indices": SLOTS.transpose(0, 1)}, "indices: want [B=2, Q=1, n], got [1, 2, 4]"),
     ({"indices": SLOTS.float()}, "indices: want [T=2, n] int32 | int64 | uint32, got [2, 4] float32"),
     ({"topk_length": torch.ones(3, dtype=torch.int32)}, "topk_length: want [T=2] int32 | int64 | uint32, got [3]"),
+    ({"q": torch.zeros(2, 3, 5, L + R), "topk_length": torch.ones(6).int()}, "topk_length: want [B=2], got [6]"),
     ({"attn_sink": torch.ones(4)}, "attn_sink: want [H=5] float32, got [4] float32"),
     ({"out": torch.zeros(2, 1, 5, 500).bfloat16()}, "out: want contiguous [2, 1, 5, 512], got [2, 1, 5, 500]"),
     ({"softmax_scale": torch.ones(1)}, "softmax_scale: want"),
@@ -278,7 +283,8 @@ def test_wrong_arguments_of_a_prefill(wrong, message):
     ({"extra_topk_length": SLOTS}, "extra_topk_length: want None without extra_k_cache, got a tensor"),
     ({"extra_k_cache": HALF, "extra_indices_in_kvcache": SLOTS}, "extra_k_cache: want records of 656 or 584 bytes"),
     ({"extra_k_cache": RECORDS, "extra_indices_in_kvcache": SLOTS[0]}, "extra_indices_in_kvcache: want [B, Q, n], got"),
-    ({"extra_k_cache": RECORDS, "extra_indices_in_kvcache": SLOTS[:1]}, "extra_indices_in_kvcache: want [T=2"),
+    ({"extra_k_cache": RECORDS, "extra_indices_in_kvcache": SLOTS.transpose(0, 1)},
+     "extra_indices_in_kvcache: want [B=2, Q=1, n], got [1, 2, 4]"),
     ({"extra_k_cache": RECORDS, "extra_indices_in_kvcache": SLOTS, "extra_topk_length": torch.ones(3).int()},
      "extra_topk_length: want [T=2]"),
     ({"extra_k_cache": RECORDS, "indices": None, **TABLE}, "extra_k_cache: want None without indices, got a tensor"),

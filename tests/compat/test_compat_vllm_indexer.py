@@ -134,6 +134,7 @@ CODES, TABLE, BEGINS = torch.empty(5, D, dtype=torch.uint8), torch.tensor([[1, 2
     (cp_gather_indexer_k_quant_cache, (CACHE.view(P, S // 2, 264), CODES, SCALES, TABLE, BEGINS), "kv_cache: want one"),
     (cp_gather_indexer_k_quant_cache, (CACHE.view(2 * P, 4, 132), CODES, SCALES, TABLE[:, :1], BEGINS),
      "cu_seq_lens: want at most 4 keys a request"),
+    (cp_gather_indexer_k_quant_cache, (CACHE, CODES, SCALES, TABLE[:, :0], BEGINS), "cu_seq_lens: want at most 0 keys"),
     (cp_gather_indexer_k_quant_cache, (CACHE, CODES, torch.empty(5, 2)[:, ::2], TABLE, BEGINS), "dst_scale: want"),
     (top_k_per_row_decode, (torch.zeros(2, 9), 3, LENS[0], OUT, 2, 9, 1, 4), "seq_lens: want [B] or [B, next_n]"),
     (top_k_per_row_decode, (torch.zeros(2, 9), 0, LENS, OUT, 2, 9, 1, 4), "next_n: want 1 or more, got 0"),

@@ -156,6 +156,16 @@ def test_columns_are_taken_and_counted_from_starts(kept):
         assert torch.equal(*pair)
 
 
+@pytest.mark.parametrize("k", [2994, 2996, 2999, 3000])
+def test_no_more_columns_are_kept_than_are_seen(k, native):
+    scores, visible, lens = torch.randn(2, 3000), torch.tensor([2993, 2985]), torch.empty(2, dtype=I32)
+    for level in native.levels():
+        native.use_level(level)
+        got = tersekv.index_topk(scores, visible, k, keep_first=k, out_lens=lens, backend="cpu")
+        assert torch.equal(got, tersekv.index_topk(scores, visible, k, keep_first=k, backend="torch"))
+        assert torch.equal(lens, visible.int())
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_a_cpu_runs_every_operation_natively(op):
     for case in verify.cases((op,)):

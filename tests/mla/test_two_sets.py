@@ -113,15 +113,18 @@ WRONG = [
     ({"extra": Selected(filled(), OTHERS + 9)}, "extra.indices: want slots below 80 (P * S), got 80 at [1, 1]"),
     ({"extra": Selected(filled(), OTHERS, page_table=TABLE)},
      "extra.indices: want positions below 48 (max_pages * S), got 71 at [1, 1]"),
+    ({"extra": Selected(filled(), OTHERS.clamp(max=20), page_table=TABLE + 5)},
+     "extra.page_table: want page ids in [0, 5) for listed keys, got "),
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("backend", [None, "torch"])
 @pytest.mark.parametrize(("given", "message"), WRONG, ids=lambda x: x if isinstance(x, str) else "")
-def test_what_does_not_fit_is_said(given, message):
+def test_what_does_not_fit_is_said(given, message, backend):
     lists = given.get("indices", SLOTS.clamp(max=15))
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         tersekv.mla_decode(torch.zeros(2, HEADS, 576), filled(), TABLE, LENS, softmax_scale=SCALE, indices=lists,
-                           extra=given["extra"])  # fmt: skip
+                           extra=given["extra"], backend=backend)  # fmt: skip
 
 
 @pytest.mark.parametrize(("cache", "error", "message"), [
@@ -156,6 +159,18 @@ def test_checked_mode_finds_wrong_entries(extra, message, monkeypatch):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         attend(filled(), SLOTS, extra)
     attend(filled(), SLOTS, Selected(filled(), OTHERS))
+
+
+def test_checked_mode_finds_wrong_pages_where_backends_read_nothing(monkeypatch):
+    monkeypatch.setenv("TERSEKV_CHECKED", "1")
+    monkeypatch.setattr(key_lists, "may_read", lambda x: False)
+    lists, table = torch.tensor([[40, -1], [-1, 17]]), TABLE.clone()
+    attend(filled(), SLOTS, Selected(filled(), lists, table), backend="torch")
+    table[1, 1] = 5
+    with pytest.raises(
+        ValueError, match=r"^extra.page_table: want page ids in \[0, 5\) for listed keys, got 5 at \[1, 1\]"
+    ):
+        attend(filled(), SLOTS, Selected(filled(), lists, table), backend="torch")
 
 
 def test_hopper_refuses_them_by_name():

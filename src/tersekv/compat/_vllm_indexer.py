@@ -96,7 +96,7 @@ def cp_gather_indexer_k_quant_cache(
     count, width = block_table.shape
     if cu_seq_lens.shape[0] != count + 1:
         raise ValueError(f"cu_seq_lens: want [{count + 1}], one more than block_table, got {list(cu_seq_lens.shape)}")
-    if n == 0 or 0 in block_table.shape:
+    if n == 0 or count == 0:
         return
     token, begins = torch.arange(n, device=dst_k.device), cu_seq_lens.to(torch.int64)
     request = torch.searchsorted(begins[1:].contiguous(), token, right=True)
@@ -105,6 +105,8 @@ def cp_gather_indexer_k_quant_cache(
     position = torch.where(known, token - begins[request], 0)
     room = width * layer.page_size
     known = _where_inside(known, position, room, f"cu_seq_lens: want at most {room} keys a request, as in block_table")
+    if width == 0:
+        return
     page = block_table[request, torch.where(known, position, 0) // layer.page_size].to(torch.int64)
     known = _where_inside(known, page, layer.num_pages, f"block_table: want pages in [0, {layer.num_pages})")
     page, position = (torch.where(known, x, 0) for x in (page, position))

@@ -139,9 +139,9 @@ def fp8_mqa_logits(
         return logits
     if logits.shape[1] == 0:
         return logits.new_full((logits.shape[0], columns), -torch.inf)
-    column = cu_seq_len_k_start.long()[:, None] + torch.arange(columns, device=logits.device)
+    column = cu_seq_len_k_start.long().clamp(min=0)[:, None] + torch.arange(columns, device=logits.device)
     seen = column < cu_seq_len_k_end.long().clamp(max=logits.shape[1])[:, None]
-    return logits.gather(1, column.clamp(0, logits.shape[1] - 1)).where(seen, -torch.inf)
+    return logits.gather(1, column.clamp(max=logits.shape[1] - 1)).where(seen, -torch.inf)
 
 
 def _ragged(q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, starts: Tensor, ends: Tensor) -> Tensor:

@@ -147,7 +147,10 @@ def _each_row(name: str, lens: Tensor | None, q: Tensor) -> Tensor | None:
     """Lengths of the lists of each row, of those of requests."""
     if lens is None or tensor("q", q, "B, Q, H, L + R").shape[1] == 1:
         return lens
-    return tensor(name, lens, "B").repeat_interleave(q.shape[1], output_size=q.shape[1] * lens.shape[0])
+    count, rows = q.shape[:2]
+    if tensor(name, lens, "B").shape[0] != count:
+        raise ValueError(f"{name}: want [B={count}], got {list(lens.shape)}")
+    return lens.repeat_interleave(rows, output_size=rows * count)
 
 
 def _rows(indices: Tensor | None) -> Tensor | None:
@@ -174,8 +177,8 @@ def _check_lists(
     if extra is not None and extra_indices is None:
         raise ValueError("extra_indices_in_kvcache: want the lists of extra_k_cache, got None")
     for name, x in (("indices", indices), ("extra_indices_in_kvcache", extra_indices)):
-        if x is not None:
-            tensor(name, x, "B, Q, n")
+        if x is not None and tensor(name, x, "B, Q, n").shape[:2] != q.shape[:2]:
+            raise ValueError(f"{name}: want [B={q.shape[0]}, Q={q.shape[1]}, n], got {list(x.shape)}")
 
 
 def flash_mla_sparse_fwd(
@@ -218,7 +221,8 @@ def flash_mla_sparse_fwd(
             name, x = ("kv", kv) if kv.shape[1] != 1 else ("indices", indices)
             raise ValueError(f"{name}: want one head, got {list(x.shape)}")
         if indices.device.type == "cpu" or env.checked():  # where slots outside the cache raise
-            indices = indices.masked_fill(indices >= kv.shape[0], -1)
+            wide = indices.long() if indices.dtype == torch.uint32 else indices  # which PyTorch does not compare
+            indices = wide.masked_fill(wide >= kv.shape[0], -1)
         latent = with_caller_names(_SPARSE_NAMES, _latent_layer, kv, q, d_v, False, "d_v")
         out, lse, made = _outputs(q, d_v, out)
         max_logits = torch.empty_like(lse)

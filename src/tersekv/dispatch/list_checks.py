@@ -73,7 +73,7 @@ def _used_entries(call: Any) -> Tensor:
 
 def _request_of_rows(call: Any) -> Tensor:
     """Returns the request of each query row, [T] int64; −1 for a row of none."""
-    row, count = torch.arange(call.out.shape[0], device=call.out.device), len(call.seq_lens)
+    row, count = torch.arange(call.out.shape[0], device=call.out.device), len(call.page_table)
     if call.cu_seqlens_q is None:
         return row // max(call.max_q_len, 1)
     starts = call.cu_seqlens_q.to(torch.int64)
@@ -101,6 +101,7 @@ def check_lists(call: Any, of: str = "") -> None:
     elif call.seq_lens is None:  # a second set, of whose requests no length is known
         room = call.page_table.shape[1] * call.ckv.shape[1]
         _raise_first(f"{of}indices", f"positions below {room} (max_pages * S)", used, used >= room)
+        _check_listed_pages(call, used, of)
     else:
         _check_positions(call, used)
     ordered = used.sort(-1).values
@@ -109,6 +110,15 @@ def check_lists(call: Any, of: str = "") -> None:
         at = again.nonzero()[0].tolist()
         got = int(ordered[..., 1:][tuple(at)])
         raise ValueError(f"{of}indices: want every valid entry of a list once, got {got} twice in list {at[:-1]}")
+
+
+def _check_listed_pages(call: Any, used: Tensor, of: str) -> None:
+    (pages, size), request = call.ckv.shape[:2], _request_of_rows(call)[:, None]
+    seen = (used >= 0) & (request >= 0)
+    if seen.any():
+        ids = call.page_table.to(torch.int64)[request.clamp(min=0), torch.where(seen, used, 0) // size]
+        wrong = seen & ((ids < 0) | (ids >= pages))
+        _raise_first(f"{of}page_table", f"page ids in [0, {pages}) for listed keys", ids, wrong)
 
 
 def _check_positions(call: Any, used: Tensor) -> None:

@@ -190,5 +190,5 @@ def _out_of_range_key_list_message(report: Report, record: Attention) -> str:
     return {
         8: f"{of}indices: want {entries}, got {y} at {at}",
         9: f"indices: want positions below {x} (max_pages * S), got {y} at {at}",
-        10: f"page_table: want page ids in [0, {x}) for listed keys, got {y} at {at}",
+        10: f"{of}page_table: want page ids in [0, {x}) for listed keys, got {y} at {at}",
     }[report.fault]

@@ -66,7 +66,9 @@ def listed_keys(call: Any, num_pages: int, page_size: int, error_name_prefix: st
     page = torch.where(visible, table[request, column.clamp(max=table.shape[1] - 1)], 0)
     if may_read(page):
         wrong = visible & ((page < 0) | (page >= num_pages))
-        _raise_at_first_wrong("page_table", f"page ids in [0, {num_pages}) for listed keys", page, wrong)
+        _raise_at_first_wrong(
+            f"{error_name_prefix}page_table", f"page ids in [0, {num_pages}) for listed keys", page, wrong
+        )
     return ListedKeys(page, position % page_size, visible)
 
 

@@ -85,11 +85,11 @@ private:
     // Returns the number of candidates, which hold all columns that are taken; −1 if the guess was too high or too low.
     int64_t collect_candidates_and_return_count(const float* scores, int64_t num_visible, Candidates& found) const {
         uint32_t guess = guess_threshold(scores, num_visible), x[W];
-        int64_t middle = num_visible - last;
+        int64_t kept_end = first < num_visible ? first : num_visible, middle = num_visible - last;
         for (int64_t j = 0, n; j < num_visible && found.count <= MOST_CANDIDATES - W; j += n) {
-            int64_t end = j < first ? first : j < middle ? middle : num_visible;
+            int64_t end = j < kept_end ? kept_end : j < middle ? middle : num_visible;
             n = end - j < W ? end - j : W;
-            bool kept = j < first || j >= middle;
+            bool kept = j < kept_end || j >= middle;
             if (n == W && !kept) radix_keys_of_vector(scores + j, x);
             else for (int64_t i = 0; i < n; i++) x[i] = radix_key(scores[j + i], kept);
             found.append_at_or_above(x, guess, j, n);
