@@ -271,6 +271,12 @@ def test_fitted_scales_want_a_16_bit_cache(ids):
     model(ids, **over(cache))
     with pytest.raises(ValueError, match="fitted_scales: want a cache in bf16 or fp16, got fp8_e4m3"):
         cache.fitted_scales("nvfp4")
+    cache = TersekvCache(model.config, "bf16")
+    model(ids, **over(cache))
+    cache.reset()  # its pages keep the rows of the tokens that are gone
+    for observe in (lambda: cache.fitted_scales("nvfp4"), cache.channel_scales):
+        with pytest.raises(ValueError, match="_scales: want a cache that a forward has written, got an empty one"):
+            observe()
 
 
 @pytest.mark.parametrize("cache", [None, DynamicCache])
@@ -305,6 +311,7 @@ def _with_dropout(model):
         ({"chunk": 2.5}, TypeError, "chunk: want int, got float 2.5"),
         ({"exact_prefill": "yes"}, TypeError, "exact_prefill: want True or False, got 'yes'"),
         ({"k_scale": [1.0]}, ValueError, "k_scale: want a positive number, or one for each of 2 layers"),
+        ({"k_scale": torch.tensor(2.0)}, ValueError, "k_scale: want a positive number, or one for each of 2 layers"),
         ({"config": 7}, TypeError, "config: want a transformers config such as model.config, got int"),
     ],
 )

@@ -159,6 +159,19 @@ def test_crop_forgets_the_last_tokens(model, ids):
     assert cache.get_seq_length() == 37
 
 
+def test_a_prompt_of_inference_mode_goes_on_outside_of_it(ids):
+    model = tiny("llama")
+    cache, want = (paged(model, page_size=4) for _ in range(2))
+    with torch.inference_mode():
+        model(ids[:, :2], **over(cache))
+        model(ids[:, 2:], **over(cache))  # in pages that the first did not need
+    model(ids, **over(want))
+    for c in (cache, want):
+        c.batch_repeat_interleave(2)
+    again = ids[:, :1].repeat_interleave(2, 0)  # into copies of the pages that are shared now
+    assert distance(model(again, **over(cache)).logits, model(again, **over(want)).logits) < 2e-3
+
+
 def test_crop_over_padding_keeps_the_real_tokens(ids):
     model = tiny("llama")
     mask = torch.ones_like(ids)
@@ -210,7 +223,8 @@ def test_rows_that_are_not_there_cannot_be_selected(ids):
     model(ids[:2, :5], **over(cache))
     with pytest.raises(TypeError, match="indices: want Tensor, got list"):
         cache.batch_select_indices([0])
-    for wrong in (torch.tensor([0, 2]), torch.tensor([-3]), torch.ones(3, dtype=torch.bool)):
+    no_rows = torch.tensor([0, 1], dtype=torch.uint8), torch.tensor([[0, 1]]), torch.tensor(1), torch.tensor(True)
+    for wrong in (torch.tensor([0, 2]), torch.tensor([-1]), torch.ones(3, dtype=torch.bool), *no_rows):
         with pytest.raises(ValueError, match=r"indices: want rows in \[0, 2\), or a mask of all, got"):
             cache.batch_select_indices(wrong)
     assert cache.batch_size == 2

@@ -190,6 +190,7 @@ def test_foreign_files_other_models_and_formats_are_refused_by_name(tmp_path):
     )
     refused("prompt: model.*: want .* as the model has", config=tiny("qwen3").config)
     refused("prompt: layers.0.format: want 'nvfp4', as format says, got 'fp8_e4m3'", format="nvfp4")
+    refused("prompt: layers.0.k_signs: want rotated rows, as .*, got others", format="fp8_e4m3+rotated")
     refused("device: want one, or one for each of 2 layers, got 3", device=["cpu"] * 3)
     refused("config: want a transformers config", config=None, kind=TypeError)
     refused("num_pages", num_pages=1, kind=OutOfPagesError)

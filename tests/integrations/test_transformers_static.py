@@ -214,6 +214,8 @@ def test_what_a_fixed_room_cannot_do_is_refused(ids):
         cache.batch_select_indices(torch.tensor([0, 1]))
     with pytest.raises(UnsupportedError, match=r"^indices: want .* got \[3\] torch.bool"):
         cache.batch_select_indices(torch.tensor([True, False, True]))
+    with pytest.raises(UnsupportedError, match=r"^indices: want .* got \[3\] torch.uint8"):
+        cache.batch_select_indices(torch.tensor([0, 1, 2], dtype=torch.uint8))
     with pytest.raises(TypeError, match=r"^indices: want Tensor, got list"):
         cache.batch_select_indices([0, 1, 2])
     with pytest.raises(UnsupportedError, match=r"^repeats: want 1, .* got 2"):

@@ -6,6 +6,7 @@ import argparse
 import codecs
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -16,6 +17,7 @@ from .arguments import complain, positive
 from .demo import add_common, blocked, show
 
 BOTH, STDIN = "both", "-"
+_PIECE = 1 << 20  # bytes of a text that are read at once
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -108,14 +110,25 @@ def _read(args: argparse.Namespace, most: int) -> bytes:
     try:
         if args.text != STDIN:
             with open(args.text, "rb") as file:
-                return file.read(most)
+                return _begin(file, most)
         if sys.stdin is None:
             raise TextError("there is no standard input")
         if sys.stdin.isatty():
             print("reading the text from the terminal; Ctrl-D on a new line ends it", file=sys.stderr, flush=True)
-        return sys.stdin.buffer.read(most)
+        return _begin(sys.stdin.buffer, most)
     except OSError as e:
         raise TextError(e.strerror or e) from None
+
+
+def _begin(file: BinaryIO, most: int) -> bytes:
+    """The first bytes, piece by piece: a file asked for many takes memory for all of them, though it has few."""
+    parts = [b""]
+    while most > 0:
+        parts.append(file.read(min(most, _PIECE)))
+        most -= _PIECE
+        if len(parts[-1]) < _PIECE:  # the end: to ask again would make a terminal ask for it twice
+            break
+    return b"".join(parts)
 
 
 def _other(args: argparse.Namespace) -> int:

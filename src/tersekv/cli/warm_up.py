@@ -20,6 +20,10 @@ from .arguments import between, complain, positive, words
 
 _LATENTS = ("auto", *LATENT_FORMATS)
 _MOST = (1 << 31) - 1  # tokens
+_SIZES = {
+    "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "max_position_embeddings", "kv_lora_rank",
+    "qk_rope_head_dim", "qk_nope_head_dim",
+}  # fmt: skip
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -76,6 +80,10 @@ def calls_of(config: Any, cache_dtype: str, args: argparse.Namespace) -> list[li
     model = config.get("text_config", config) if isinstance(config, dict) else config
     if not isinstance(model, dict):
         raise ValueError(f"want the config.json of a language model, got {type(model).__name__} in JSON")
+    model = {name: x for name, x in model.items() if x is not None}
+    for name in _SIZES & model.keys():
+        if type(model[name]) is not int or model[name] < 1:
+            raise ValueError(f"want a positive number for {name}, got {model[name]!r}")
     q_heads, ranks = model["num_attention_heads"], args.tensor_parallel_size
     if q_heads % ranks:
         raise ValueError(f"want num_attention_heads divisible by --tensor-parallel-size, got {q_heads} and {ranks}")
@@ -137,7 +145,11 @@ def windows(model: dict[str, Any]) -> list[int | None]:
         return [None]
     if kinds is None:
         return [window]
-    return [w for w, kind in ((None, "full_attention"), (window, "sliding_attention")) if kind in kinds]
+    known = (None, "full_attention"), (window, "sliding_attention")
+    found = [w for w, kind in known if kind in kinds] if isinstance(kinds, list) else []
+    if not found:
+        raise ValueError(f"want full_attention or sliding_attention in layer_types, got {kinds!r}")
+    return found
 
 
 def _dtypes(text: str) -> tuple[str, ...]:

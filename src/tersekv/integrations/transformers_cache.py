@@ -143,9 +143,11 @@ class TersekvCache(Cache):
 
     def make_store(self, index: int, key: Tensor, value: Tensor, num_pages: int) -> Store:
         """The store of a layer, made from its first keys and values."""
-        if not self.offloaded:
-            return self._store(index, key, value, num_pages)
-        return self._on_host(self._store(index, key, value, 1), index, num_pages)
+        # Of inference mode nothing outside of it could write into the pages.
+        with torch.inference_mode(False), torch.no_grad():
+            if not self.offloaded:
+                return self._store(index, key, value, num_pages)
+            return self._on_host(self._store(index, key, value, 1), index, num_pages)
 
     def _on_host(self, small: Store, index: int, num_pages: int) -> OffloadedStore:
         device = small.cache.device
@@ -190,7 +192,8 @@ class TersekvCache(Cache):
             if layer.store is not None:
                 pages = self.book.num_pages(layer.kind.kept)
                 if pages > layer.store.cache.num_pages:
-                    layer.store.grow(pages)
+                    with torch.inference_mode(False), torch.no_grad():
+                        layer.store.grow(pages)
 
     def offload(self) -> TersekvCache:  # type: ignore[override]
         """Keep all pages in the host's memory from now on, and bring each layer's when it runs. Returns the cache.
@@ -294,15 +297,16 @@ class TersekvCache(Cache):
         if not isinstance(indices, Tensor):
             raise TypeError(f"indices: want Tensor, got {type(indices).__name__}")
         if self.book.columns:
-            rows = torch.arange(len(self.book.counts), device="cpu")
-            try:
-                chosen = rows[indices.to("cpu")]
-            except IndexError:
-                got = list(indices.shape) if indices.dtype == torch.bool else indices.tolist()
-                raise ValueError(f"indices: want rows in [0, {len(rows)}), or a mask of all, got {got}") from None
-            if not len(chosen):
+            rows, mask = len(self.book.counts), indices.dtype == torch.bool
+            found = indices.to("cpu")
+            found = found.nonzero()[:, 0] if mask and list(found.shape) == [rows] else found
+            known = found.dim() == 1 and found.dtype in (torch.int32, torch.int64)
+            if not known or bool(((found < 0) | (found >= rows)).any()):
+                got = f"{list(indices.shape)} {indices.dtype}" if not known else indices.tolist()
+                raise ValueError(f"indices: want rows in [0, {rows}), or a mask of all, got {got}")
+            if not len(found):
                 raise ValueError("indices: want a row at least, got none")
-            self._select(chosen.tolist())
+            self._select(found.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other."""
@@ -375,7 +379,7 @@ class TersekvCache(Cache):
         stores = [layer.store for layer in self.paged if layer.store is not None]
         if not all(entry in HALF for entry in self.formats):
             raise ValueError(f"{what}: want a cache in {' or '.join(HALF)}, got {self.format}")
-        if len(stores) < len(self.paged):
+        if len(stores) < len(self.paged) or not self.book.columns:
             raise ValueError(f"{what}: want a cache that a forward has written, got an empty one")
         return stores
 

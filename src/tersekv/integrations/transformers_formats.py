@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -57,7 +57,11 @@ def _pairs(entries: Sequence[Formats]) -> list[Formats]:
 
 def scale_of_layers(name: str, scale: float | Sequence[float], layers: int) -> list[float]:
     """One number for each layer."""
-    each = list(scale) if isinstance(scale, Iterable) else [scale] * layers
+    each: list[Any]
+    try:
+        each = list(scale)  # type: ignore[arg-type]
+    except TypeError:  # a number, or a tensor without dimensions, which has an __iter__ too
+        each = [scale] * layers
     if len(each) != layers or not all(isinstance(s, Real) and not isinstance(s, bool) and float(s) > 0 for s in each):
         raise ValueError(f"{name}: want a positive number, or one for each of {layers} layers, got {scale!r}")
     return [float(s) for s in each]

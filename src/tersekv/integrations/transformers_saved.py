@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from .. import saved
 from ..cache import PagedKVCache, PagedLatentCache, device_of
 from ..layers import Formats
+from ..recipe import recipe
 from ..record_file import Entry, Record, bytes_of, page_indices, page_tensors, placed, puts, read, write
 from ..records import ATTRIBUTES
 from .transformers_pages import LOST
@@ -154,9 +155,13 @@ def _empty(
     """A cache for what a file holds. Refuses a file of another format than is asked for."""
     formats = [tuple(f) if isinstance(f := word["format"], list) else f for word in words]
     if format is not None:
-        for i, (got, want) in enumerate(zip(formats, kind(config, format).formats, strict=True)):
+        made = kind(config, format)
+        rotated = isinstance(format, str) and recipe(format).rotated
+        for i, (word, got, want) in enumerate(zip(words, formats, made.formats, strict=True)):
             if got != want:
                 file.fail(f"layers.{i}.format", f"{want!r}, as format says", repr(got))
+            if rotated and not {"k_signs", "v_signs"} <= word.keys():
+                file.fail(f"layers.{i}.k_signs", f"rotated rows, as format={format!r} says", "others")
     index = next((word["index"][0] for word in words if word["index"]), None)
     return kind(config, layer_formats=formats, index_format=index, **options)
 

@@ -379,7 +379,7 @@ class TersekvStaticCache(TersekvCache):
         book = self.book
         if not isinstance(indices, Tensor):
             raise TypeError(f"indices: want Tensor, got {type(indices).__name__}")
-        if list(indices.shape) != [book.batch] or indices.dtype == torch.bool:
+        if list(indices.shape) != [book.batch] or indices.dtype not in (torch.int32, torch.int64):
             raise UnsupportedError(
                 f"indices: want a row for each of {book.batch}, since a {type(self).__name__} keeps its size, got "
                 f"{list(indices.shape)} {indices.dtype}; {INSTEAD} shrink and grow"
