@@ -251,8 +251,8 @@ def test_an_empty_case_is_named(line, capsys):
         ("{}", "want the config.json of a language model, which has 'num_attention_heads'"),
         ("{", "Expecting property name"),
         ('{"num_attention_heads": null}', "want the config.json of a language model, which has 'num_attention_heads'"),
-        ('{"num_attention_heads": "8"}', "want a positive number for num_attention_heads, got '8'"),
-        ('{"num_attention_heads": 8, "head_dim": 0}', "want a positive number for head_dim, got 0"),
+        ('{"num_attention_heads": "8"}', "want at least 1 for num_attention_heads, got '8'"),
+        ('{"num_attention_heads": 8, "head_dim": 0}', "want at least 1 for head_dim, got 0"),
         (
             '{"num_attention_heads": 8, "head_dim": 64, "max_position_embeddings": 64, "sliding_window": 8, '
             '"layer_types": ["chunked_attention"]}',

@@ -82,8 +82,9 @@ def calls_of(config: Any, cache_dtype: str, args: argparse.Namespace) -> list[li
         raise ValueError(f"want the config.json of a language model, got {type(model).__name__} in JSON")
     model = {name: x for name, x in model.items() if x is not None}
     for name in _SIZES & model.keys():
-        if type(model[name]) is not int or model[name] < 1:
-            raise ValueError(f"want a positive number for {name}, got {model[name]!r}")
+        least = 0 if name == "qk_rope_head_dim" else 1
+        if type(model[name]) is not int or model[name] < least:
+            raise ValueError(f"want at least {least} for {name}, got {model[name]!r}")
     q_heads, ranks = model["num_attention_heads"], args.tensor_parallel_size
     if q_heads % ranks:
         raise ValueError(f"want num_attention_heads divisible by --tensor-parallel-size, got {q_heads} and {ranks}")
