@@ -176,6 +176,17 @@ def test_a_row_that_sees_nothing_needs_no_request_and_no_entry(width):
     assert got.unique().tolist() == [-1]
 
 
+def test_torch_compile_takes_each_of_them_whole():
+    torch.manual_seed(0)
+    x = torch.randn(3, 40)
+
+    def every(x):
+        slots = top_k_page_table_transform(x, TABLE, LENS, 4, page_size=2, tie_break=TopKTieBreak.SMALL)
+        return top_k(x, 4)[1], top_k_ragged_transform(x, LENS, LENS, 4), slots
+
+    assert all(map(torch.equal, torch.compile(every, fullgraph=True, backend="eager")(x), every(x)))
+
+
 @pytest.mark.parametrize(("function", "given"), [
     (top_k, PLAIN), (top_k_ragged_transform, RAGGED), (top_k_page_table_transform, SLOTS),
 ])  # fmt: skip

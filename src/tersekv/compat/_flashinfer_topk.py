@@ -198,6 +198,7 @@ def _check(input: Tensor, deterministic: bool, tie_break: int, dsa_graph_safe: b
     if tensor("input", input, "T, W").dtype not in _DTYPES:
         raise ValueError(f"input: want float32, float16 or bfloat16, got {dtype_name(input.dtype)}")
     as_bool("deterministic", deterministic), as_bool("dsa_graph_safe", dsa_graph_safe)
-    tie_break = as_host_int("tie_break", tie_break, 0)
+    # torch.compile fails to make an int of an enum's member.
+    tie_break = as_host_int("tie_break", getattr(tie_break, "value", tie_break), 0)
     if tie_break > TopKTieBreak.SMALL:
         raise UnsupportedError(f"tie_break: want 0 or 1, the smaller column of equal values, got {tie_break}")
