@@ -131,6 +131,7 @@ X, LENS, TABLE = torch.zeros(3, 40), torch.tensor([40, 3, 9], dtype=I32), torch.
 SLOTS = {"input": X, "src_page_table": TABLE, "lengths": LENS, "k": 4}
 RAGGED = {"input": X, "offsets": LENS, "lengths": LENS, "k": 4}
 PLAIN = {"input": X, "k": 4}
+OUT = torch.zeros(3, 4, dtype=I32)
 
 
 @pytest.mark.parametrize(("function", "given", "wrong", "message"), [
@@ -151,11 +152,39 @@ PLAIN = {"input": X, "k": 4}
     (top_k_page_table_transform, SLOTS, {"row_to_batch": LENS[:2]}, "row_to_batch: want [T=3], got [2]"),
     (top_k_page_table_transform, SLOTS, {"out": TABLE}, "out: want contiguous [3, 4] int32, got [3, 40] int32"),
     (top_k_page_table_transform, SLOTS, {"out_raw_indices": X[:, :4]}, "out_raw_indices: want contiguous [3, 4]"),
+    *((top_k_ragged_transform, RAGGED | {"row_starts": LENS}, {name: LENS + 0.7}, f"{name}: want int32, int64")
+      for name in ("offsets", "lengths", "row_starts")),
+    *((top_k_page_table_transform, SLOTS, {name: LENS + 0.7}, f"{name}: want int32, int64 or uint32, got float32")
+      for name in ("lengths", "row_to_batch", "page_table_row_starts")),
+    (top_k_page_table_transform, SLOTS, {"src_page_table": TABLE + 0.7}, "src_page_table: want int32, int64"),
+    (top_k_page_table_transform, SLOTS, {"src_page_table": TABLE[:, :2]}, "src_page_table: want room for every"),
+    (top_k_page_table_transform, SLOTS, {"row_to_batch": LENS}, "row_to_batch: want requests in [0, 3), got 40"),
+    (top_k_page_table_transform, SLOTS, {"row_to_batch": LENS - 4}, "row_to_batch: want requests in [0, 3), got 36"),
+    (top_k_page_table_transform, SLOTS, {"page_table_row_starts": -LENS}, "src_page_table: want room for"),
+    (top_k_page_table_transform, SLOTS, {"out": OUT, "out_raw_indices": OUT}, "out_raw_indices: want memory of"),
 ])  # fmt: skip
 def test_wrong_arguments(function, given, wrong, message):
     with pytest.raises((ValueError, TypeError)) as told:
         function(**{**given, **wrong})
     assert str(told.value).startswith(message)
+
+
+@pytest.mark.parametrize("width", [0, 5])
+def test_a_row_that_sees_nothing_needs_no_request_and_no_entry(width):
+    lengths, request = torch.tensor([0, 0, 0], dtype=I32), torch.tensor([-1, 7, 2], dtype=I32)
+    got = top_k_page_table_transform(X, TABLE[:, :width], lengths, 4, row_to_batch=request)
+    assert got.unique().tolist() == [-1]
+
+
+def test_torch_compile_takes_each_of_them_whole():
+    torch.manual_seed(0)
+    x = torch.randn(3, 40)
+
+    def every(x):
+        slots = top_k_page_table_transform(x, TABLE, LENS, 4, page_size=2, tie_break=TopKTieBreak.SMALL)
+        return top_k(x, 4)[1], top_k_ragged_transform(x, LENS, LENS, 4), slots
+
+    assert all(map(torch.equal, torch.compile(every, fullgraph=True, backend="eager")(x), every(x)))
 
 
 @pytest.mark.parametrize(("function", "given"), [

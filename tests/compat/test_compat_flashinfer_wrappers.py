@@ -137,9 +137,63 @@ def test_one_request_whose_keys_lie_in_no_cache(layout):
     assert lse.shape == (5, 4)
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("rows", "keys"), [(3, 0), (0, 5), (5, 3)])
+def test_one_request_of_few_or_no_keys(rows, keys, causal, layout):
+    q, k, v = torch.randn(rows, 4, 32).to(BF16), torch.randn(keys, 2, 32).to(BF16), torch.randn(keys, 2, 16).to(BF16)
+    given = (k, v) if layout == "NHD" else (k.transpose(0, 1), v.transpose(0, 1))
+    out, lse = fi.single_prefill_with_kv_cache(q, *given, causal=causal, kv_layout=layout, return_lse=True)
+    assert (out.shape, lse.shape) == ((rows, 4, 16), (rows, 4))
+    blind = rows if keys == 0 else max(rows - keys, 0) * causal
+    assert not out[:blind].any()
+    assert lse.isneginf().all(1).sum() == blind
+
+
+def test_what_is_wrong_with_keys_of_no_cache_is_told_by_their_names():
+    q, k = torch.randn(5, 4, 32).to(BF16), torch.randn(11, 2, 32).to(BF16)
+    for given, message in (
+        ((q, k, k[1:]), r"^v: want \[P=1, S=11.* \(S as in k\)$"),
+        ((q, k, k.half()), "^v: want .* bfloat16, got .* float16"),
+        ((q, k, k, torch.ones(4)), r"^scale_q: want a number or float32 with 1 element, got \[4\] float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fi.single_prefill_with_kv_cache(*given)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_given_lse_is_base_2_with_and_without_return_lse(causal):
+    w, q, cache, _, _ = prefills(BF16, causal=causal)
+    d = decodes(q_data_type=BF16)
+    for wrapper, rows in ((w, q), (d, q[:1])):
+        want = wrapper.run(rows, cache, return_lse=True)[1]
+        for return_lse in (False, True, False):
+            lse = torch.full_like(want, float("nan"))
+            wrapper.run(rows, cache, lse=lse, return_lse=return_lse)
+            assert torch.equal(lse, want)
+
+
+def test_one_data_type_stands_for_those_that_are_left_out():
+    for options, want in (
+        ({"data_type": BF16}, (BF16, BF16, BF16)),
+        ({"data_type": FP16, "q_data_type": BF16}, (BF16, FP16, BF16)),
+        ({"data_type": BF16, "kv_data_type": E4M3}, (BF16, E4M3, BF16)),
+    ):
+        assert decodes(**options)._plan.dtypes == want
+
+
+def test_page_ids_beyond_32_bits_are_no_other_pages():
+    w = fi.BatchDecodeWithPagedKVCacheWrapper(torch.empty(16, dtype=torch.uint8))
+    w.plan(i32([0, 1]), torch.tensor([2**32 + 5]), i32([1]), 4, 2, 32, S, q_data_type=BF16)
+    k = torch.zeros(8, S, 2, 32, dtype=BF16)
+    with pytest.raises(ValueError, match=r"^indices: want page ids in \[0, 8\)"):
+        w.run(torch.zeros(1, 4, 32, dtype=BF16), (k, k))
+
+
 def decodes(indptr=(0, 3), last=(1,), **options):
     w = fi.BatchDecodeWithPagedKVCacheWrapper(torch.empty(16, dtype=torch.uint8))
     w.plan(i32(indptr), i32([5, 2, 7]), i32(last), 4, 2, 32, S, **options)
+    return w
 
 
 BAD = {
@@ -163,6 +217,17 @@ BAD = {
     "dtype": (lambda: decodes(q_data_type="fp16"), TypeError, "^q_data_type: want a torch.dtype or its name"),
     "rows": (lambda: prefills(BF16, rows=[-1, 2, 3]), ValueError, "^qo_indptr: want numbers that begin with 0"),
     "window": (lambda: prefills(BF16, window_left=-2), ValueError, "window_left: want -1 or more, got -2"),
+    "right": (lambda: decodes(window_right=1), UnsupportedError, "^window_right: want 0"),
+    "cap": (lambda: decodes(logits_soft_cap="1"), TypeError, "^logits_soft_cap: want a number or None, got str"),
+    "no starts": (lambda: decodes(indptr=[], last=[]), ValueError, "^indptr: want numbers that begin with 0"),
+    "half lengths": (
+        lambda: decodes(seq_lens=torch.tensor([3.5])), ValueError, "^seq_lens: want int32, int64 or uint32",
+    ),
+    "half pages": (
+        lambda: fi.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1)).plan(
+            i32([0, 1]), torch.tensor([0.7]), i32([1]), 4, 2, 32, S,
+        ), ValueError, "^indices: want int32, int64 or uint32, got float32",
+    ),
 }  # fmt: skip
 
 
@@ -186,3 +251,16 @@ def test_a_run_is_what_was_planned():
     ):
         with pytest.raises(ValueError, match=message):
             w.run(*given)
+    for option, error, message in (
+        ({"q_scale": "2"}, TypeError, "^q_scale: want a number or a Tensor, got str"),
+        (
+            {"k_scale": torch.ones(2)},
+            ValueError,
+            r"^k_scale: want a number or float32 with 1 element, got \[2\] float32",
+        ),
+        ({"window_left": -2}, ValueError, "^window_left: want -1 or more, got -2"),
+    ):
+        with pytest.raises(error, match=message):
+            w.run(q, cache, **option)
+    with pytest.raises(UnsupportedError, match="skip_softmax_threshold_scale_factor: want None"):
+        decodes(q_data_type=BF16).run(q[:1], cache, skip_softmax_threshold_scale_factor=1.0)

@@ -260,6 +260,11 @@ def test_errors_name_the_arguments_of_max():
             with pytest.raises(TypeError, match=r"^scale: want a number, got"):
                 branch()
     step = Step()
+    step.kv.max_seq_length = 0
+    for branch in (step.prefill, step.decode):
+        with pytest.raises(ValueError, match=r"^kv_collection\.max_seq_length: want a positive bound .* got 0$"):
+            branch()
+    step = Step()
     for branch in (step.prefill, step.decode):
         with pytest.raises(TypeError, match=r"^kv_input: want Tensor, got list"):
             branch(kv_input=[1, 2])
@@ -374,5 +379,20 @@ def test_the_planner_refuses_what_does_not_fit(monkeypatch):
         mx.mla_prefill_plan(torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2), torch.tensor([0, 1]), None, 8)
     with pytest.raises(ValueError, match="buffer_token_size: want a positive number, got 0"):
         plan(((0, 10),), 0, 4)
-    with pytest.raises(ValueError, match=r"cache_offsets: want \[max_chunks=2, B\+1=2\], got \[2, 3\]"):
-        mx.mla_prefill_plan(torch.zeros(2, 2), torch.zeros(2, 3), torch.zeros(2), torch.tensor([0, 1]), Lengths([0]), 8)
+    i32 = {"dtype": torch.int32}
+    for i, wrong, message in (
+        (1, torch.zeros(2, 3, **i32), r"cache_offsets: want \[max_chunks=2, B\+1=2\], got \[2, 3\]"),
+        (0, torch.zeros(2, 2), "buffer_row_offsets: want int32, int64 or uint32, got float32"),
+        (1, torch.zeros(2, 2, dtype=torch.int8), "cache_offsets: want int32, int64 or uint32, got int8"),
+        (2, torch.zeros(2), "buffer_lengths: want int32, int64 or uint32, got float32"),
+        (2, torch.zeros(2, 1, **i32), r"buffer_lengths: want \[max_chunks\], got \[2, 1\]"),
+        (2, torch.zeros(2, **i32).to(torch.uint32), "buffer_lengths: want int32 or int64, which hold -1, got uint32"),
+        (3, torch.tensor([0, 1.5]), "input_row_offsets: want int32, int64 or uint32, got float32"),
+        (3, torch.zeros(1, 2, **i32), r"input_row_offsets: want \[B \+ 1\], got \[1, 2\]"),
+    ):
+        given = [torch.full((2, 2), 7, **i32), torch.full((2, 2), 7, **i32), torch.full((2,), 7, **i32)]
+        given.append(torch.tensor([0, 1]))
+        given[i] = wrong
+        with pytest.raises(ValueError, match=message):
+            mx.mla_prefill_plan(*given, Lengths([0]), 8)
+        assert i == 0 or given[0].unique().tolist() == [7], "nothing is written"

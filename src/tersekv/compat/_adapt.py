@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import scalars
-from ..dispatch.checks import dtype_name, joined
+from ..dispatch.checks import INDEX, dtype_name, joined
 from ..dispatch.launch_cache import CallSignature, lookup
 from ..scalars import as_float
 
@@ -20,6 +20,7 @@ __all__ = [
     "as_host_int",
     "dtype_name",
     "first_rows",
+    "index_tensor",
     "joined",
     "lookup_cached",
     "number_or_tensor",
@@ -59,7 +60,7 @@ def with_caller_names(names: Mapping[str, str], function: Callable[..., Any], *a
         return function(*args)
     except (TypeError, ValueError) as e:
         field, colon, rest = str(e).partition(":")
-        rest = re.sub(r"\b(as in|where) ([\w.]+)", lambda m: f"{m[1]} {names.get(m[2], m[2])}", rest)
+        rest = re.sub(r"\b(as in|where) ([\w.]+(?:\[\d\])?)", lambda m: f"{m[1]} {names.get(m[2], m[2])}", rest)
         message = f"{names.get(field, field)}:{rest}"
         if not colon or message == str(e):
             raise
@@ -79,6 +80,14 @@ def tensor(name: str, x: object, shape: str = "") -> Tensor:
         raise TypeError(f"{name}: want Tensor, got {type(x).__name__}")
     if shape and x.dim() != shape.count(",") + 1:
         raise ValueError(f"{name}: want [{shape}], got {list(x.shape)}")
+    return x
+
+
+def index_tensor(name: str, x: object, shape: str = "") -> Tensor:
+    """x, a tensor of integers that can be an index."""
+    x = tensor(name, x, shape)
+    if x.dtype not in INDEX:
+        raise ValueError(f"{name}: want int32, int64 or uint32, got {dtype_name(x.dtype)}")
     return x
 
 

@@ -14,7 +14,16 @@ from ..formats import FP8
 from ..layers import PagedLatentLayer
 from ..ops.registry import dispatch_call
 from ..ops.scales import float_and_tensor
-from ._adapt import as_host_int, dtype_name, lookup_cached, number_or_tensor, scalar, tensor, with_caller_names
+from ._adapt import (
+    as_host_int,
+    dtype_name,
+    index_tensor,
+    lookup_cached,
+    number_or_tensor,
+    scalar,
+    tensor,
+    with_caller_names,
+)
 from ._flashinfer_views import halves, layer
 
 _UNSCALED = (torch.bfloat16, torch.float16, *FP8)  # caches that can be written without stored scales
@@ -402,8 +411,7 @@ def _cache_fits(pair: tuple[Tensor, Tensor], rank: int, dtype: torch.dtype, page
 
 def _signed(name: str, x: Tensor, shape: str) -> Tensor:
     """Indices that can be computed with: PyTorch has no arithmetic on uint32."""
-    if tensor(name, x, shape).dtype not in (torch.int32, torch.int64, torch.uint32):
-        raise ValueError(f"{name}: want int32, int64 or uint32, got {dtype_name(x.dtype)}")
+    x = index_tensor(name, x, shape)
     return x.to(torch.int64) if x.dtype == torch.uint32 else x
 
 

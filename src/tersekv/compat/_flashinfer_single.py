@@ -23,6 +23,10 @@ _NAMES = {
     "k_cache": "k", "v_cache": "v", "cache": "k, v", "kv_cache": "k, v", "softmax_scale": "sm_scale",
     "softcap": "logits_soft_cap", "out_scale": "v_scale", "layout": "kv_layout", "scale_cache": "k, v",
 }  # fmt: skip
+_PREFILL_NAMES = {
+    "q_scale": "scale_q", "k_scale": "scale_k", "v_scale": "scale_v", "paged_kv_cache": "k, v",
+    "paged_kv_cache[0]": "k", "paged_kv_cache[1]": "v", "kv_cache_sf": "k, v", "q, paged_kv_cache": "q, k, v",
+}  # fmt: skip
 
 
 def single_decode_with_kv_cache(
@@ -59,7 +63,10 @@ def single_decode_with_kv_cache(
     if 0 < seen < n:
         k, v, n = k.narrow(rows, n - seen, seen), v.narrow(rows, n - seen, seen), seen
     scale: Any = q.shape[-1] ** -0.5 if sm_scale is None else as_float("sm_scale", sm_scale)
-    scale, out_scale = multiplied(multiplied(scale, q_scale), k_scale), multiplied(1.0, v_scale)
+    scale, out_scale = (
+        multiplied(multiplied(scale, q_scale, "q_scale"), k_scale, "k_scale"),
+        multiplied(1.0, v_scale, "v_scale"),
+    )
     cap = 0.0 if logits_soft_cap is None else as_float("logits_soft_cap", logits_soft_cap)
 
     table, lens = _pages_of(q.device, n)
@@ -156,12 +163,17 @@ def single_prefill_with_kv_cache(
     sm_scale = None if sm_scale is None else as_float("sm_scale", sm_scale)
     cap = None if logits_soft_cap is None else as_float("logits_soft_cap", logits_soft_cap)
     make = _planned.__wrapped__ if tracing() else _planned  # a traced tensor is of its trace alone
-    wrapper = make(
+    wrapper: Any = make(
         q.device, str(kv_layout), str(pos_encoding_mode), t, ks[1 - heads], (q_heads, ks[heads], d, dv), bool(causal),
         sm_scale, as_host_int("window_left", window_left), cap, (q.dtype, k.dtype, o_dtype or q.dtype),
     )  # fmt: skip
-    scales = (scale_q, scale_k, scale_v)
-    return wrapper.run(q, (k[None], v[None]), *scales, return_lse=return_lse)
+    pages, scales = tuple(_page(x, 1 - heads) for x in (k, v)), (scale_q, scale_k, scale_v)
+    return with_caller_names(_PREFILL_NAMES, lambda: wrapper.run(q, pages, *scales, return_lse=return_lse))
+
+
+def _page(x: Tensor, keys: int) -> Tensor:
+    """Keys, which are dimension `keys`, as one page; none of them as no page, whose size would be 1."""
+    return x[None] if x.shape[keys] else x.reshape(0, *(n if d != keys else 1 for d, n in enumerate(x.shape)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -172,8 +184,8 @@ def _planned(
     """A wrapper planned for t rows of one request over n keys in one page. Kept: to plan copies to the device."""
     wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, device=device), layout)
     wrapper.plan(
-        torch.tensor([0, t]), torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([n]), heads[0], heads[1], heads[2],
-        max(n, 1), head_dim_vo=heads[3], causal=causal, pos_encoding_mode=positions, sm_scale=sm_scale,
+        torch.tensor([0, t]), torch.tensor([0, min(n, 1)]), torch.tensor([0]), torch.tensor([n]), *heads[:3], max(n, 1),
+        head_dim_vo=heads[3], causal=causal, pos_encoding_mode=positions, sm_scale=sm_scale,
         window_left=window_left, logits_soft_cap=softcap, q_data_type=kinds[0], kv_data_type=kinds[1],
         o_data_type=kinds[2],
     )  # fmt: skip

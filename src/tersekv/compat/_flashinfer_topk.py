@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from ..ops.registry import same_address
 from ..scalars import as_bool
-from ._adapt import as_host_int, dtype_name, tensor
-from ._indexer import take_largest
+from ._adapt import as_host_int, dtype_name, index_tensor, tensor
+from ._indexer import take_largest, where_inside
 
 _NAMES = {"scores": "input", "visible": "lengths", "starts": "row_starts"}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -95,9 +96,7 @@ def top_k_ragged_transform(
     is left. Raises as `top_k`.
     """
     _check(input, deterministic, tie_break, dsa_graph_safe)
-    tensor("offsets", offsets, "T")
-    if len(offsets) != len(input):
-        raise ValueError(f"offsets: want [T={len(input)}], got {list(offsets.shape)}")
+    _check_rows("offsets", offsets, input)
     local = _largest(("top_k_ragged_transform",), input, lengths, row_starts, None, k)
     return (local + offsets[:, None].to(torch.int32)).where(local >= 0, -1)
 
@@ -134,7 +133,7 @@ def top_k_page_table_transform(
     Returns out. `mla_decode` needs neither: it takes columns and the page table. Raises as `top_k`.
     """
     _check(input, deterministic, tie_break, dsa_graph_safe)
-    tensor("src_page_table", src_page_table, "B, max_pages")
+    index_tensor("src_page_table", src_page_table, "B, max_pages")
     size = as_host_int("page_size", page_size, 1)
     if size & (size - 1):
         raise ValueError(f"page_size: want a power of two, got {page_size}")
@@ -144,18 +143,24 @@ def top_k_page_table_transform(
         page_table_row_starts = row_starts
     batch = torch.arange(len(input), device=input.device) if row_to_batch is None else row_to_batch
     for name, x in (("row_to_batch", batch), ("page_table_row_starts", page_table_row_starts)):
-        if x is not None and tensor(name, x, "T").shape[0] != len(input):
-            raise ValueError(f"{name}: want [T={len(input)}], got {list(x.shape)}")
+        if x is not None:
+            _check_rows(name, x, input)
     if row_to_batch is None and len(src_page_table) != len(input):
         raise ValueError(f"src_page_table: want a row for each of input's {len(input)}, got {len(src_page_table)}")
     if out is not None:
         _check_out("out", out, input, k)
+        if same_address(out, out_raw_indices):
+            raise ValueError("out_raw_indices: want memory of its own, got a tensor that begins where out does")
     local = _largest(("top_k_page_table_transform",), input, lengths, row_starts, out_raw_indices, k)
-    seen = local >= 0
-    entry = local.clamp(min=0).long() // size
+    entry, batch = local.clamp(min=0).long() // size, batch.long()[:, None].expand_as(local)
     if page_table_row_starts is not None:
         entry = entry + page_table_row_starts.long()[:, None]
-    pages = src_page_table[batch.long()[:, None], entry.where(seen, 0)].to(torch.int32)
+    (requests, width), of = src_page_table.shape, "input"
+    seen = where_inside(local >= 0, batch, requests, f"row_to_batch: want requests in [0, {requests})", of)
+    seen = where_inside(seen, entry, width, f"src_page_table: want room for every entry, {width} of a row", of)
+    if src_page_table.numel() == 0:  # there is nothing to look at, and nothing is seen
+        src_page_table = src_page_table.new_zeros(1, 1)
+    pages = src_page_table[batch.where(seen, 0), entry.where(seen, 0)].to(torch.int32)
     slots = (pages * size + local % size).where(seen, -1)
     return slots if out is None else out.copy_(slots)
 
@@ -169,13 +174,18 @@ def _largest(
         out = torch.empty(len(input), k, dtype=torch.int32, device=input.device)
     else:
         _check_out("out_raw_indices", out, input, k)
-    ends = tensor("lengths", lengths, "T")
+    _check_rows("lengths", lengths, input)
+    ends = lengths
     if starts is not None:
-        if tensor("row_starts", starts, "T").shape != ends.shape:
-            raise ValueError(f"row_starts: want [T={len(ends)}], got {list(starts.shape)}")
+        _check_rows("row_starts", starts, input)
         ends = starts.long() + ends.long()
     take_largest(_NAMES, options, input.float(), ends, starts, out, k)
     return out
+
+
+def _check_rows(name: str, x: Tensor, input: Tensor) -> None:
+    if len(index_tensor(name, x, "T")) != len(input):
+        raise ValueError(f"{name}: want [T={len(input)}], got {list(x.shape)}")
 
 
 def _check_out(name: str, out: Tensor, input: Tensor, k: int) -> None:
@@ -188,6 +198,7 @@ def _check(input: Tensor, deterministic: bool, tie_break: int, dsa_graph_safe: b
     if tensor("input", input, "T, W").dtype not in _DTYPES:
         raise ValueError(f"input: want float32, float16 or bfloat16, got {dtype_name(input.dtype)}")
     as_bool("deterministic", deterministic), as_bool("dsa_graph_safe", dsa_graph_safe)
-    tie_break = as_host_int("tie_break", tie_break, 0)
+    # torch.compile fails to make an int of an enum's member.
+    tie_break = as_host_int("tie_break", getattr(tie_break, "value", tie_break), 0)
     if tie_break > TopKTieBreak.SMALL:
         raise UnsupportedError(f"tie_break: want 0 or 1, the smaller column of equal values, got {tie_break}")

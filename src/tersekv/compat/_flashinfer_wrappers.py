@@ -14,7 +14,16 @@ from ..layers import PagedKVLayer
 from ..ops.attention import allocate_outputs, attention_outputs
 from ..ops.registry import dispatch_call
 from ..ops.scales import float_and_tensor
-from ._adapt import as_host_int, dtype_name, lookup_cached, number_or_tensor, tensor, with_caller_names
+from ._adapt import (
+    as_float,
+    as_host_int,
+    dtype_name,
+    index_tensor,
+    lookup_cached,
+    number_or_tensor,
+    tensor,
+    with_caller_names,
+)
 from ._flashinfer_decode import LOG2E
 from ._flashinfer_views import halves, layer
 
@@ -109,7 +118,7 @@ class _Wrapper:
 
     def _replan(self, window_left: int, logits_soft_cap: float | None, sm_scale: float | None) -> None:
         """The same plan, but for what `forward` is told."""
-        left, cap = as_host_int("window_left", window_left, -1), float(logits_soft_cap or 0.0)
+        left, cap = as_host_int("window_left", window_left, -1), _softcap(logits_soft_cap)
         self._take(self._planned()._replace(window_left=left, softcap=cap, sm_scale=sm_scale))
 
     def _planned(self) -> _Plan:
@@ -125,8 +134,8 @@ class _Wrapper:
         p = self._planned()
         scale: Scale = tensor("q", q, "T, Hq, D").shape[-1] ** -0.5 if p.sm_scale is None else p.sm_scale
         for name in ("q_scale", "k_scale"):
-            scale = multiplied(scale, scales[name])
-        out_scale = multiplied(1.0, scales["v_scale"])
+            scale = multiplied(scale, scales[name], name)
+        out_scale = multiplied(1.0, scales["v_scale"], "v_scale")
         one_row, ((k, v, k_scales, v_scales), parts) = self._options[2], halves(paged_kv_cache, kv_cache_sf)
         (scale_number, scale_t), (out_number, out_t) = number_or_tensor(scale), number_or_tensor(out_scale)
         inputs = attention_inputs(
@@ -146,10 +155,10 @@ class _Wrapper:
             call = _call(p, q, kv, sinks, out, lse, window, scale, out_scale)
             with_caller_names(_NAMES, dispatch_call, op, call, None, signature._replace(outputs=made))
         found = attention_outputs(cached, out, lse, return_lse)
-        if not return_lse:
-            return found
-        # NOTE: FlashInfer's LSE is base 2, tersekv's natural.
-        return found[0], found[1].mul_(LOG2E)
+        lse = found[1] if return_lse else lse
+        if lse is not None:  # NOTE: FlashInfer's LSE is base 2, tersekv's natural.
+            lse.mul_(LOG2E)
+        return found
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
@@ -204,7 +213,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
             token_pos_in_items_ptr=token_pos_in_items_ptr, max_item_len_ptr=max_item_len_ptr,
         )  # fmt: skip
         refuse_positions(pos_encoding_mode)
-        rows = tensor("qo_indptr", qo_indptr, "B + 1").to("cpu", torch.int64)
+        rows = index_tensor("qo_indptr", qo_indptr, "B + 1").to("cpu", torch.int64)
         pages = _pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, seq_lens, "paged_kv_")
         counts = _counts("qo_indptr", rows)
         if len(counts) != len(pages[1]):
@@ -221,7 +230,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
                 table.to(self.device, torch.int32), lens.to(self.device, torch.int32),
                 begin.to(self.device, torch.int32), int(rows[-1]), most, (num_qo_heads, num_kv_heads),
                 (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo), page_size, sm_scale,
-                as_host_int("window_left", window_left, -1), float(logits_soft_cap or 0.0), dtypes, alone,
+                as_host_int("window_left", window_left, -1), _softcap(logits_soft_cap), dtypes, alone,
             )  # fmt: skip
 
         self._keep(planned(causal))
@@ -240,6 +249,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         """`run` of FlashInfer: out [T, Hq, Dv], with return_lse also lse [T, Hq] in base 2.
 
         q_scale, k_scale:  multiply sm_scale; v_scale multiplies the output, for every cache dtype
+        lse:               [T, Hq] fp32 to write into, base 2, with and without return_lse
         sinks:             [Hq] fp32, natural log
         kv_cache_sf:       e4m3 block scales of an NVFP4 cache, linear, in the layout of the cache
         *args:             scales of q, K and V of an fp8 query, as its third kernel takes them
@@ -250,7 +260,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
             raise ValueError(f"args: want no scales, or those of q, K and V, got {len(args)}")
         for name, scale in zip(scales, args, strict=False):
             named = scales[name]
-            scales[name] = scale if named is None else multiplied(named, scale)
+            scales[name] = scale if named is None else multiplied(named, scale, name)
         return self._run(q, paged_kv_cache, scales, out, lse, return_lse, window_left, sinks, kv_cache_sf)
 
     def run_return_lse(self, *args: Any, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
@@ -303,24 +313,28 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         data_type: str | torch.dtype | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
         rope_theta: float | None = None, non_blocking: bool = True, block_tables: Tensor | None = None,
         seq_lens: Tensor | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False,
-        q_len_per_req: int = 1,
+        q_len_per_req: int = 1, *, window_right: int = 0,
     ) -> None:  # fmt: skip
         """`plan` of FlashInfer; see `BatchPrefillWithPagedKVCacheWrapper.plan`.
 
-        data_type:  q_data_type and kv_data_type where they are not given
+        data_type:     q_data_type and kv_data_type where they are None or left out
+        window_right:  0
         """
         refuse_positions(pos_encoding_mode)
+        if window_right != 0:
+            raise UnsupportedError(f"window_right: want 0: no key after a row's own is seen, got {window_right!r}")
         table, lens = _pages(indptr, indices, last_page_len, page_size, seq_lens)
         n = as_host_int("q_len_per_req", q_len_per_req, 1)
         rows = torch.arange(len(lens) + 1) * n
         if data_type is not None:
-            q_data_type, kv_data_type = data_type, data_type if kv_data_type is None else kv_data_type
+            q_data_type = data_type if q_data_type in (None, "float16") else q_data_type
+            kv_data_type = data_type if kv_data_type is None else kv_data_type
         dtypes = _dtypes("float16" if q_data_type is None else q_data_type, kv_data_type, o_data_type)
         self._keep(_Plan(
             table.to(self.device, torch.int32), lens.to(self.device, torch.int32),
             rows.to(self.device, torch.int32), int(rows[-1]), n, (num_qo_heads, num_kv_heads), (head_dim, head_dim),
             page_size, sm_scale,
-            as_host_int("window_left", window_left, -1), float(logits_soft_cap or 0.0), dtypes, False,
+            as_host_int("window_left", window_left, -1), _softcap(logits_soft_cap), dtypes, False,
         ))  # fmt: skip
 
     begin_forward = plan
@@ -330,9 +344,11 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         k_scale: Scale | None = None, v_scale: Scale | None = None, out: Tensor | None = None,
         lse: Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
         window_left: int | None = None, sinks: Tensor | None = None, q_len_per_req: int | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """`run` of FlashInfer: out [B × q_len_per_req, Hq, D]; see `BatchPrefillWithPagedKVCacheWrapper.run`."""
+        refuse(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         if args:
             raise UnsupportedError("args: want none, which are for kernels of the caller's own, got some")
         planned = self._planned().max_q_len
@@ -366,14 +382,14 @@ def _pages(
 
     prefix: of the caller's names
     """
-    starts = tensor(f"{prefix}indptr", indptr, "B + 1").to("cpu", torch.int64)
+    starts = index_tensor(f"{prefix}indptr", indptr, "B + 1").to("cpu", torch.int64)
     counts, page_size = _counts(f"{prefix}indptr", starts), as_host_int("page_size", page_size, 1)
-    last = tensor(f"{prefix}last_page_len", last_page_len, "B").to("cpu", torch.int64)
+    last = index_tensor(f"{prefix}last_page_len", last_page_len, "B").to("cpu", torch.int64)
     if len(last) != len(counts):
         want = f"B = {len(counts)} entries as in {prefix}indptr"
         raise ValueError(f"{prefix}last_page_len: want {want}, got {len(last)}")
     ids, width = (
-        tensor(f"{prefix}indices", indices, "pages").to("cpu", torch.int64),
+        index_tensor(f"{prefix}indices", indices, "pages").to("cpu", torch.int64).clamp(-1, 2**31 - 1),  # as int32
         int(counts.max()) if len(counts) else 0,
     )
     if len(counts) and int(starts[-1]) > len(ids):
@@ -384,7 +400,7 @@ def _pages(
             raise ValueError(f"{prefix}last_page_len: want 1 to page_size {page_size}, got {int(last[wrong][0])}")
         lens = torch.where(counts > 0, (counts - 1) * page_size + last, 0)
     else:
-        lens = tensor("seq_lens", seq_lens).to("cpu", torch.int64).flatten()
+        lens = index_tensor("seq_lens", seq_lens).to("cpu", torch.int64).flatten()
         if len(lens) != len(counts):
             raise ValueError(f"seq_lens: want B = {len(counts)} entries as in {prefix}indptr, got {len(lens)}")
         wrong = (lens < 0) | (lens > counts * page_size)
@@ -398,7 +414,7 @@ def _pages(
 def _counts(name: str, starts: Tensor) -> Tensor:
     """Of each request, of where they start: from 0 on, never falling."""
     counts = starts.diff()
-    if len(starts) and (int(starts[0]) != 0 or bool((counts < 0).any())):
+    if not len(starts) or int(starts[0]) != 0 or bool((counts < 0).any()):
         raise ValueError(f"{name}: want numbers that begin with 0 and never fall, got {starts.tolist()[:8]}")
     return counts
 
@@ -432,10 +448,10 @@ def _as_planned(p: _Plan, q: Tensor, kv: PagedKVLayer) -> None:
 
 def _window(p: _Plan, left: int | None) -> int:
     """`window_left` of a run, or of its plan, as a record has it: tersekv's window counts the query's own key too."""
-    window = as_host_int("window_left", p.window_left if left is None else left) + 1
+    window = as_host_int("window_left", p.window_left if left is None else left, -1) + 1
     if window > 0 and p.rows_alone:
         raise UnsupportedError("window_left: want -1 with causal=False and several rows a request, got a window")
-    return max(window, 0)
+    return window
 
 
 def _call(
@@ -452,12 +468,22 @@ def _call(
     )  # fmt: skip
 
 
-def multiplied(a: Scale, b: Scale | None) -> Scale:
-    """A product, of fp32 tensors [1] on the device too; a scale of each head is refused by who takes it."""
-    if b is None or (type(a) is float and a == 1.0):
-        return a if b is None else b
+def multiplied(a: Scale, b: Scale | None, name: str) -> Scale:
+    """A product, of fp32 tensors [1] on the device too; name: of b, which is no scale of each head."""
+    if b is None:
+        return a
+    if not isinstance(b, Tensor):
+        b = as_float(name, b, "a number or a Tensor")
+    elif b.numel() != 1 or b.dtype != torch.float32:
+        raise ValueError(f"{name}: want a number or float32 with 1 element, got {list(b.shape)} {dtype_name(b.dtype)}")
+    if type(a) is float and a == 1.0:
+        return b
     product = a * b
     return product.reshape(1) if isinstance(product, Tensor) and product.numel() == 1 else product
+
+
+def _softcap(cap: float | None) -> float:
+    return 0.0 if cap is None else as_float("logits_soft_cap", cap, "a number or None")
 
 
 def refuse(**given: Any) -> None:

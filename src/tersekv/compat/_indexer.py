@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from .. import env
 from ..calls import IndexTopkCall
 from ..ops.registry import dispatch_call
+from ..tracing import tracing
 from ._adapt import lookup_cached, with_caller_names
 
 _NOTHING: Mapping[str, str] = {}
@@ -45,3 +48,15 @@ def take_largest(
         names, "index_topk", (*options, k), (scores, visible, None, out, None, starts),
         lambda: (IndexTopkCall(scores, visible, None, out, None, k, 0, 0, starts), {}),
     )  # fmt: skip
+
+
+def where_inside(known: Tensor, x: Tensor, end: int, want: str, of: str) -> Tensor:
+    """Where x is known and in [0, end). On a CPU and in checked mode all that is known has to be, unless torch traces.
+
+    of: whose rows these are
+    """
+    inside = known & (x >= 0) & (x < end)
+    if not tracing() and (x.device.type == "cpu" or env.checked()) and not torch.equal(inside, known):
+        at = tuple((known & ~inside).nonzero()[0].tolist())
+        raise ValueError(f"{want}, got {int(x[at])} for row {at[0]} of {of}")
+    return inside

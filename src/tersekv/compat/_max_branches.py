@@ -92,11 +92,10 @@ def decode(step: Step, w_uk: Tensor, w_uk_scale: Tensor | None, w_uv: Tensor, w_
         return
     latent, kv_c, k_pe = _latents(step, cache)
     tensor("w_uv", w_uv, "H, Dv, L")
-    rows = max_query_rows(step.q.shape[0], cache.cache_lengths, step.input_row_offsets, _max_q_len(step))
     call = MLADecodeBranchCall(
         step.q, kv_c, k_pe, latent.ckv, latent.kpe, latent.ckv_scale_cache, cache.lookup_table, cache.cache_lengths,
-        step.input_row_offsets, *weights, step.output, latent.format, rows, as_float("scale", step.scale), None,
-        as_float("epsilon", step.epsilon), 1.0, None,
+        step.input_row_offsets, *weights, step.output, latent.format, _max_q_len(step), as_float("scale", step.scale),
+        None, as_float("epsilon", step.epsilon), 1.0, None,
     )  # fmt: skip
     with_caller_names(_NAMES, dispatch_call, "mla_decode_branch", call, step.backend, signature)
 
@@ -146,7 +145,8 @@ def _has_room(step: Step, length: int) -> None:
 
 
 def _max_q_len(step: Step) -> int:
-    return min(step.kv_collection.max_seq_length, step.q.shape[0])
+    kv, offsets = step.kv_collection, step.input_row_offsets
+    return with_caller_names(_NAMES, max_query_rows, step.q.shape[0], kv.cache_lengths, offsets, kv.max_seq_length)
 
 
 def check_granularity(m: int, n: int, k: int) -> None:

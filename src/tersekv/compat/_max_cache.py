@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import env
 from ..layers import PagedLatentLayer, to_buffers, unpickle
-from ._adapt import as_host_int, tensor
+from ._adapt import as_host_int, index_tensor, tensor
 
 
 class PagedKVCache(NamedTuple):
@@ -117,12 +117,14 @@ def plan_into(
     """Write the rows that each request has in each chunk. Chunk c holds tokens [c, c + 1) * buffer_size of all
     requests laid end to end. Nothing is read on the host, but in checked mode.
     """
-    new = input_row_offsets.to(torch.int64).diff()
-    if len(new) != len(cache_lengths):
+    new = index_tensor("input_row_offsets", input_row_offsets, "B + 1").to(torch.int64).diff()
+    if len(new) != len(index_tensor("k_cache.cache_lengths", cache_lengths, "B")):
         raise ValueError(f"input_row_offsets: want [B+1={len(cache_lengths) + 1}], got {list(input_row_offsets.shape)}")
+    if index_tensor("buffer_lengths", buffer_lengths, "max_chunks").dtype == torch.uint32:
+        raise ValueError("buffer_lengths: want int32 or int64, which hold -1, got uint32")
     chunks, columns = buffer_lengths.shape[0], len(new) + 1
     for name, x in (("buffer_row_offsets", buffer_row_offsets), ("cache_offsets", cache_offsets)):
-        if tuple(x.shape) != (chunks, columns):
+        if tuple(index_tensor(name, x).shape) != (chunks, columns):
             raise ValueError(f"{name}: want [max_chunks={chunks}, B+1={columns}], got {list(x.shape)}")
     lens = cache_lengths.to(torch.int64) + new
     ends = torch.cat([lens.new_zeros(1), lens.cumsum(0)])

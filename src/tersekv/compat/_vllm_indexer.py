@@ -6,14 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import env
 from ..calls import IndexAppendCall
 from ..dispatch.checks import INDEX, joined
 from ..errors import UnsupportedError
 from ..formats import INDEX_BLOCK
 from ..index_layers import PagedIndexLayer
 from ._adapt import as_host_int, dtype_name, first_rows, tensor, with_caller_names
-from ._indexer import launched, take_largest
+from ._indexer import launched, take_largest, where_inside
 
 _CACHE_NAMES = dict.fromkeys(("k_cache", "k_scale_cache", "pages"), "kv_cache")
 _TOPK_NAMES = {"scores": "logits", "out": "raw_topk_indices", "k": "topk_tokens"}
@@ -104,24 +103,16 @@ def cp_gather_indexer_k_quant_cache(
     request = request.clamp(max=count - 1)
     position = torch.where(known, token - begins[request], 0)
     room = width * layer.page_size
-    known = _where_inside(known, position, room, f"cu_seq_lens: want at most {room} keys a request, as in block_table")
+    want = f"cu_seq_lens: want at most {room} keys a request, as in block_table"
+    known = where_inside(known, position, room, want, "dst_k")
     if width == 0:
         return
     page = block_table[request, torch.where(known, position, 0) // layer.page_size].to(torch.int64)
-    known = _where_inside(known, page, layer.num_pages, f"block_table: want pages in [0, {layer.num_pages})")
+    known = where_inside(known, page, layer.num_pages, f"block_table: want pages in [0, {layer.num_pages})", "dst_k")
     page, position = (torch.where(known, x, 0) for x in (page, position))
     for x, stored in ((dst_k, layer.k.view(torch.uint8)), (dst_scale, layer.scale[..., None].view(torch.uint8))):
         rows = x.view(torch.uint8)
         rows.copy_(torch.where(known[:, None], stored[page, position % layer.page_size], rows))
-
-
-def _where_inside(known: Tensor, x: Tensor, end: int, want: str) -> Tensor:
-    """Where x is known and in [0, end). On a CPU and in checked mode all that is known has to be."""
-    inside = known & (x >= 0) & (x < end)
-    if (x.device.type == "cpu" or env.checked()) and not torch.equal(inside, known):
-        at = int((known & ~inside).nonzero()[0, 0])
-        raise ValueError(f"{want}, got {int(x[at])} for row {at} of dst_k")
-    return inside
 
 
 def top_k_per_row_decode(
