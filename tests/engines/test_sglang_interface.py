@@ -292,6 +292,9 @@ def test_calls_are_refused_by_name(monkeypatch):
     backend.init_forward_metadata(batch)
     with pytest.raises(NotImplementedError, match="tersekv has no k_rope"):
         attend(backend, layer_of(), batch, 1, k_rope=torch.zeros(1))
+    batch.encoder_lens = torch.tensor([3, 4])
+    with pytest.raises(NotImplementedError, match="tersekv has no encoder_lens"):
+        attend(backend, layer_of(), batch, 1)
     batch.forward_mode = ForwardMode.TARGET_VERIFY
     with pytest.raises(
         NotImplementedError, match="forward_mode: want DECODE, EXTEND, MIXED or SPLIT_PREFILL, got TARGET"

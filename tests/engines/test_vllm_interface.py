@@ -413,6 +413,8 @@ def test_what_is_refused():
         make(HEADS, DIM, SCALE, KV_HEADS, [0.5] * HEADS)
     with pytest.raises(NotImplementedError, match="chunk_lookback"):
         make(HEADS, DIM, SCALE, KV_HEADS, chunk_lookback=2)
+    with pytest.raises(NotImplementedError, match="tersekv has no rel_bias"):
+        make(HEADS, DIM, SCALE, KV_HEADS, rel_bias=torch.zeros(HEADS))
     with pytest.raises(NotImplementedError, match="attn_type"):
         make(HEADS, DIM, SCALE, KV_HEADS, attn_type="encoder_only")
     with pytest.raises(ValueError, match="turboquant_4bit_nc"):

@@ -248,7 +248,8 @@ class TersekvImpl(AttentionImpl):
         sinks: Tensor | None = None,
         **unknown: Any,
     ) -> None:
-        refused = {"alibi_slopes": alibi_slopes, **{k: v for k, v in unknown.items() if v not in (None, False, -1)}}
+        asked = {k: v for k, v in unknown.items() if isinstance(v, Tensor) or v not in (None, False, -1)}
+        refused = {"alibi_slopes": alibi_slopes, **asked}
         for option, value in refused.items():
             if value is not None:
                 raise NotImplementedError(f"tersekv has no {option} (got {value!r})")
