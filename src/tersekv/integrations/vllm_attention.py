@@ -376,7 +376,8 @@ class TersekvImpl(AttentionImpl):
         return self._config.compilation_config.static_forward_context[name]
 
     def _view_pages(self, writer: Any, kv_cache: Tensor) -> PagedKVLayer:
-        holds: str | Kind = getattr(writer, "impl", self).kv_cache_dtype
+        impl: Any = getattr(writer, "impl", self)
+        holds: str | Kind = impl.kv_cache_dtype
         attributes: dict[str, Any] = {}
         if self.saved is not None:
             index = index_of(self.saved, writer.layer_name)
