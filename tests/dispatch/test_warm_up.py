@@ -123,6 +123,8 @@ def test_a_backend_that_cannot_run_says_so():
     ({"ragged_tokens": (0,)}, ValueError, "ragged_tokens: want a positive number, got 0"),
     ({"max_pages": 0}, ValueError, "max_pages: want a positive number, got 0"),
     ({"max_pages": -1}, ValueError, "max_pages: want a positive number, got -1"),
+    ({"processes": 0}, ValueError, "processes: want a positive number, got 0"),
+    ({"processes": "all"}, TypeError, "processes: want int, got str 'all'"),
     ({"num_q_heads": 3.5}, TypeError, "num_q_heads: want int, got float 3.5"),
     ({"dtype": "bf16"}, TypeError, "dtype: want a torch.dtype, got 'bf16'"),
     ({"cache": tersekv.PagedLatentCache.allocate(1, 1, 16, format="bf16")}, ValueError,

@@ -274,6 +274,34 @@ def test_a_pool_in_fp32_wants_a_format(monkeypatch):
         chosen(torch.float32, 1)
 
 
+@pytest.mark.parametrize("word", ["bf16+rotated", "fp16+rotated"])
+def test_models_do_not_write_rows_that_lie_otherwise_than_they_come(word, monkeypatch):
+    """SGLang's models do so on CUDA, where the pool or its buffers are in bfloat16."""
+    pool = pool_of(word, monkeypatch)
+    assert pool.dtype == pool.store_dtype == pool.get_key_buffer(0).dtype == torch.uint8
+    assert pool_of("bf16", monkeypatch).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("new", [1, 40])
+def test_a_layer_without_rows_reads_anothers_by_the_scales_of_that_one(new, monkeypatch):
+    runner = runner_of(pool_of("fp8_e4m3", monkeypatch))
+    backend = TersekvBackend(runner)
+    writer, reader = layer_of(), layer_of()
+    writer.k_scale, writer.v_scale, reader.k_scale = 0.02, 0.03, 0.5
+    batch = batch_of(runner, ForwardMode.EXTEND, [40], [40])
+    backend.init_forward_metadata(batch)
+    attend(backend, writer, batch, 1)
+    if new == 1:
+        batch = batch_of(runner, ForwardMode.DECODE, [40], [1])
+        backend.init_forward_metadata(batch)
+    q = rows_of(new, HEADS, DIM, 9).view(new, -1)
+    want = backend.forward(
+        q, rows_of(new, KV_HEADS, DIM, 2), rows_of(new, KV_HEADS, DIM_V, 3), writer, batch, save_kv_cache=False
+    )
+    got = backend.forward(q, None, None, reader, batch, save_kv_cache=False)
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize(("option", "value"), [
     ("is_cross_attention", True), ("attn_type", AttentionType.ENCODER_ONLY), ("logit_capping_method", "sigmoid"),
     ("pos_encoding_mode", "ALIBI"),
@@ -292,6 +320,9 @@ def test_calls_are_refused_by_name(monkeypatch):
     backend.init_forward_metadata(batch)
     with pytest.raises(NotImplementedError, match="tersekv has no k_rope"):
         attend(backend, layer_of(), batch, 1, k_rope=torch.zeros(1))
+    batch.encoder_lens = torch.tensor([3, 4])
+    with pytest.raises(NotImplementedError, match="tersekv has no encoder_lens"):
+        attend(backend, layer_of(), batch, 1)
     batch.forward_mode = ForwardMode.TARGET_VERIFY
     with pytest.raises(
         NotImplementedError, match="forward_mode: want DECODE, EXTEND, MIXED or SPLIT_PREFILL, got TARGET"

@@ -172,6 +172,18 @@ def test_a_scale_of_latents_that_is_none_is_refused(bad):
         require_scales("layers.0", layer, "fp8", config, sides="k")
 
 
+@pytest.mark.parametrize("name", ["mlp.weight_block_scale", "self_attn.qk_scale", "self_attn.sink_scale"])
+def test_scales_of_something_else_are_none_of_keys(tmp_path, name):
+    save_file({f"model.layers.0.{name}": torch.tensor([0.5])}, tmp_path / "model.safetensors")
+    hf = SimpleNamespace(quantization_config={"quant_method": "modelopt"})
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model=str(tmp_path), revision=None, model_arch_config=hf),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+    )
+    one = torch.tensor(1.0)
+    require_scales("layers.0", SimpleNamespace(_k_scale=one, _v_scale=one, quant_config=hf), "fp8", config)
+
+
 def test_layers_of_latents_in_several_formats_are_refused(tmp_path):
     told = {"model.layers.0.self_attn": {"quant_algo": "FP8"}}
     deepseek(tmp_path, quantization_config={

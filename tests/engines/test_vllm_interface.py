@@ -411,8 +411,9 @@ def test_what_is_refused():
     make = TersekvImpl
     with pytest.raises(NotImplementedError, match="alibi_slopes"):
         make(HEADS, DIM, SCALE, KV_HEADS, [0.5] * HEADS)
-    with pytest.raises(NotImplementedError, match="chunk_lookback"):
-        make(HEADS, DIM, SCALE, KV_HEADS, chunk_lookback=2)
+    for option, value in (("chunk_lookback", 2), ("rel_bias", torch.zeros(HEADS))):
+        with pytest.raises(NotImplementedError, match=f"tersekv has no {option}"):
+            make(HEADS, DIM, SCALE, KV_HEADS, **{option: value})
     with pytest.raises(NotImplementedError, match="attn_type"):
         make(HEADS, DIM, SCALE, KV_HEADS, attn_type="encoder_only")
     with pytest.raises(ValueError, match="turboquant_4bit_nc"):

@@ -66,10 +66,10 @@ def test_softcap(tmp_path):
     hold(results, wanted)
 
 
-@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
-def test_scales_of_the_checkpoint(tmp_path, strategy):
+def with_scales(folder, strategy="tensor", layers=range(4)):
+    """A checkpoint with scales of these layers; the scales (k, v) of each of four layers."""
     scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}
-    folder = llama(tmp_path, quantization_config={
+    llama(folder, quantization_config={
         "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}, "ignore": [],
         "kv_cache_scheme": scheme, "quantization_status": "compressed",
     })  # fmt: skip
@@ -78,10 +78,16 @@ def test_scales_of_the_checkpoint(tmp_path, strategy):
     shape = (1,) if n == 1 else (n, 1, 1)
     add(folder, {
         f"model.layers.{i}.self_attn.{side}_scale": s.view(shape)
-        for i, both in enumerate(scales) for side, s in zip("kv", both, strict=True)
+        for i in layers for side, s in zip("kv", scales[i], strict=True)
     })  # fmt: skip
+    return scales
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
+def test_scales_of_the_checkpoint(tmp_path, strategy):
+    scales = with_scales(tmp_path, strategy)
     plain = llama(tmp_path / "plain")
-    with engine(folder, kv_cache_dtype="fp8", dtype="float32") as llm:
+    with engine(tmp_path, kv_cache_dtype="fp8", dtype="float32") as llm:
         judge(llm, Reference(plain, "fp8_e4m3", scales=scales))
 
 
@@ -101,6 +107,16 @@ def test_a_layer_that_reads_the_cache_of_the_one_before_it(tmp_path, monkeypatch
     folder = llama(tmp_path)
     with engine(folder, kv_cache_dtype="int8_per_token_head", dtype="float32") as llm:
         judge(llm, Reference(folder, "int8_per_token_head", shared={3: 2}))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_layer_that_reads_anothers_cache_reads_it_by_the_scales_it_was_written_with(tmp_path, monkeypatch, own):
+    """Whether or not the checkpoint has scales for that layer too."""
+    share_cache_of_layer_2(monkeypatch)
+    scales = with_scales(tmp_path, layers=range(4 if own else 3))
+    plain = llama(tmp_path / "plain")
+    with engine(tmp_path, kv_cache_dtype="fp8", dtype="float32") as llm:
+        judge(llm, Reference(plain, "fp8_e4m3", scales=scales, shared={3: 2}))
 
 
 def model_of(llm):

@@ -110,6 +110,15 @@ def test_a_worker_that_fails_is_named_and_its_calls_are_tried_again(tmp_path, mo
     assert "no process could be started" in found.failed[0]
 
 
+def test_what_one_backend_has_compiled_is_not_anothers(tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_workers, "_run_workers", lambda *_: compile_workers.Compiled([], [], 0.0, 1))
+    monkeypatch.setenv("TERSEKV_BACKEND", "triton")
+    assert compile_ahead(calls("meta"), CHIP, processes=1, cache_dir=tmp_path) is not None
+    assert compile_ahead(calls("meta"), CHIP, processes=1, cache_dir=tmp_path) is None
+    monkeypatch.delenv("TERSEKV_BACKEND")
+    assert compile_ahead(calls("meta"), CHIP, processes=1, cache_dir=tmp_path) is not None
+
+
 def test_what_a_compiler_prints_is_no_result(tmp_path, monkeypatch):
     text = '{\n  "a program"\n{-# of MLIR\n#-}\n{"failed": "append: RuntimeError: PassManager::run failed"}\n'
     done = SimpleNamespace(returncode=0, stdout=text)

@@ -54,7 +54,8 @@ class TersekvBackend(PagedBackend):
         refuse_call(forward_batch, more)
         m = self.forward_metadata
         assert isinstance(m, Metadata)
-        pages, table = self._pages_of(layer, layer.k_scale, layer.v_scale)
+        # A layer that brings no rows reads another's, by the scales that these were written with.
+        pages, table = self._pages_of(layer, *(() if k is None else (layer.k_scale, layer.v_scale)))
         rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         options: dict[str, Any] = {
             "softmax_scale": float(layer.scaling), "softcap": float(layer.logit_cap or 0.0),

@@ -203,8 +203,8 @@ class PagedBackend(AttentionBackend):
 
 def refuse_call(batch: Any, more: dict[str, Any]) -> None:
     """What a call may ask for that would change who sees what."""
-    asked = [name for name, x in more.items() if x is not None and x is not False]
-    asked += [name for name in ("encoder_lens", "mha_return_lse") if getattr(batch, name) not in (None, False)]
+    given = {**more, **{name: getattr(batch, name) for name in ("encoder_lens", "mha_return_lse")}}
+    asked = [name for name, x in given.items() if x is not None and x is not False]
     if asked:
         raise NotImplementedError(f"tersekv has no {', '.join(asked)}")
 

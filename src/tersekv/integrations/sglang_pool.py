@@ -153,9 +153,10 @@ class TersekvPool(MHATokenToKVPool):
             self._saved = saved_layers(
                 FORMAT, self.chosen.saved, self.head_num, dims, parallel.attn_tp_rank, parallel.attn_tp_size
             )
-        # Not bfloat16 unless the rows are: on CUDA, models then write rows of 16 bits into the buffers themselves.
+        # Not bfloat16 unless rows lie as they come: on CUDA, models then write them into the buffers themselves.
         dtypes = {f.storage for kind in kinds for f in kind}
-        self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        as_they_come = not self.chosen.rotated and self._saved is None
+        self.dtype = dtypes.pop() if len(dtypes) == 1 and as_they_come else torch.uint8
         # PyTorch indexes no tensors of 8-bit floats.
         self.store_dtype = torch.uint8 if self.dtype.itemsize == 1 else self.dtype
         self.native_k_scale_buffer = self.native_v_scale_buffer = self.dq_k_buffer = self.dq_v_buffer = None
@@ -202,9 +203,13 @@ class TersekvPool(MHATokenToKVPool):
         shape = (self.size + self.page_size, self.head_num, nbytes // dtype.itemsize)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def layer(self, index: int, k_scale: Any = None, v_scale: Any = None) -> PagedKVLayer:
-        """The pages of the pool's layer `index`. k_scale, v_scale: SGLang's of the layer, one number or none."""
+    def layer(self, index: int, *scales: Any) -> PagedKVLayer:
+        """The pages of the pool's layer `index`. scales: of K and of V, SGLang's of the layer, one number or none each;
+        left out: those of the call before."""
         known = self._layers.get(index)
+        if known is not None and not scales:
+            return known[2]
+        k_scale, v_scale = scales or (None, None)
         if known is None or known[0] is not k_scale or known[1] is not v_scale:
             known = self._layers[index] = k_scale, v_scale, self._pages(index, k_scale, v_scale)
         return known[2]

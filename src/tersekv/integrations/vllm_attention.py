@@ -248,7 +248,8 @@ class TersekvImpl(AttentionImpl):
         sinks: Tensor | None = None,
         **unknown: Any,
     ) -> None:
-        refused = {"alibi_slopes": alibi_slopes, **{k: v for k, v in unknown.items() if v not in (None, False, -1)}}
+        asked = {k: v for k, v in unknown.items() if isinstance(v, Tensor) or v not in (None, False, -1)}
+        refused = {"alibi_slopes": alibi_slopes, **asked}
         for option, value in refused.items():
             if value is not None:
                 raise NotImplementedError(f"tersekv has no {option} (got {value!r})")
@@ -277,7 +278,8 @@ class TersekvImpl(AttentionImpl):
             number = layer_number(self.kv_sharing_target_layer_name or name)
             self.kv_cache_dtype = "auto" if number is None else self.quantised.get(number, "auto")
             _give_dtype(layer, self.kv_cache_dtype, act_dtype)
-        require_scales(name, layer, self.kv_cache_dtype, self._config)
+        if self.kv_sharing_target_layer_name is None:  # others read by the scales of that layer
+            require_scales(name, layer, self.kv_cache_dtype, self._config)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -355,23 +357,33 @@ class TersekvImpl(AttentionImpl):
 
     def _layer(self, layer: Any, kv_cache: Tensor) -> PagedKVLayer:
         """The pages as tersekv sees them, made again when vLLM puts other pages or scales in their place."""
-        k_scale, v_scale = layer._k_scale, layer._v_scale
+        writer = self._writer(layer)
+        k_scale, v_scale = writer._k_scale, writer._v_scale
         key = (
             kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), kv_cache.dtype,
             k_scale.data_ptr(), k_scale.shape, v_scale.data_ptr(), v_scale.shape,
         )  # fmt: skip
         if self._pages is None or self._pages[0] != key:
-            self._pages = key, self._view_pages(layer, kv_cache)
+            self._pages = key, self._view_pages(writer, kv_cache)
         return self._pages[1]
 
-    def _view_pages(self, layer: Any, kv_cache: Tensor) -> PagedKVLayer:
-        holds: str | Kind = self.kv_cache_dtype
+    def _writer(self, layer: Any) -> Any:
+        """The layer that writes the pages: one that shares another's reads them as that one wrote them."""
+        # The layer's, not the implementation's: vLLM tells a draft's layers after they are made.
+        name = getattr(layer, "kv_sharing_target_layer_name", None)
+        if name is None or self._config is None:
+            return layer
+        return self._config.compilation_config.static_forward_context[name]
+
+    def _view_pages(self, writer: Any, kv_cache: Tensor) -> PagedKVLayer:
+        impl: Any = getattr(writer, "impl", self)
+        holds: str | Kind = impl.kv_cache_dtype
         attributes: dict[str, Any] = {}
-        if self.saved is not None:  # a layer that shares another's pages reads them as that one wrote them
-            index = index_of(self.saved, self.kv_sharing_target_layer_name or layer.layer_name)
+        if self.saved is not None:
+            index = index_of(self.saved, writer.layer_name)
             holds, attributes = kind_of(*self.saved.formats[index]), self.saved.attributes(index, kv_cache.device)
         pages = pages_of(
-            kv_cache, holds, self.head_size, layer._k_scale, layer._v_scale, getattr(layer, "head_size_v", None),
+            kv_cache, holds, self.head_size, writer._k_scale, writer._v_scale, getattr(writer, "head_size_v", None),
             inline=has_kv_transfer_group() and (self._config is None or takes_tokens(self._config)),
         )  # fmt: skip
         return replace(pages, **attributes)

@@ -21,6 +21,7 @@ from .vllm_pages import FORMATS
 
 _log = logging.getLogger("tersekv")
 _MAP = "kv_cache_quantized_layers"
+_SCALES = ("k_scale", "v_scale", "kv_scale")  # what a name ends in, behind its last dot
 _ALGORITHMS = {"FP8": "fp8_e4m3", "NVFP4": "nvfp4", "FP8_K_NVFP4_V": "fp8_e4m3/nvfp4"}
 
 
@@ -94,7 +95,7 @@ def _require_scale(layer_name: str, layer: Any, side: str, f: KVFormat, config: 
     if kept is None:
         return
     endings = f"{side}_scale", "kv_scale"
-    of_layer = [x for n, x in kept.items() if layer_number(n) == number and n.endswith(endings)]
+    of_layer = [x for n, x in kept.items() if layer_number(n) == number and n.rpartition(".")[2] in endings]
     scheme = quant.get("kv_cache_scheme") or {}
     # ModelOpt may leave out scales of 1.
     if not of_layer and quant.get("quant_method") == "compressed-tensors" and scheme.get("dynamic") is False:
@@ -131,6 +132,6 @@ def _scales(model: str, revision: str | None, downloads: str | None) -> dict[str
     found = {}
     for file in files:
         with safe_open(file, "pt") as opened:
-            names = [n for n in opened.keys() if n.endswith(("k_scale", "v_scale", "kv_scale"))]  # noqa: SIM118
+            names = [n for n in opened.keys() if n.rpartition(".")[2] in _SCALES]  # noqa: SIM118
             found.update({n: opened.get_tensor(n) for n in names})
     return found

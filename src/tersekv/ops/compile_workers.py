@@ -111,7 +111,8 @@ def compile_ahead(
     job = outline((calls, chip))
     triton: Any = importlib.import_module("triton")
     versions = f"{triton.__version__} {torch.__version__} {sys.version} {compile_only.kernel_sources_hash()}"
-    done = folder / "tersekv" / f"compiled-{hashlib.sha256(job + versions.encode()).hexdigest()[:24]}.json"
+    made_by = f"{versions} {env.backend()}"  # workers plan as this process does
+    done = folder / "tersekv" / f"compiled-{hashlib.sha256(job + made_by.encode()).hexdigest()[:24]}.json"
     with _alone(done):  # the ranks of an engine want the same
         if done.exists():
             return None

@@ -71,6 +71,7 @@ def warm_up(
     tokens = _counts("ragged_tokens", ragged_tokens)
     heads = as_positive_int("num_q_heads", num_q_heads)
     columns = cache.num_pages if max_pages is None else as_positive_int("max_pages", max_pages)
+    processes = None if processes is None else as_positive_int("processes", processes)
     rope: dict[str, Any] = {}
     if cos_sin_cache is not None:
         rope = {"cos_sin_cache": cos_sin_cache} | ({} if interleaved is None else {"interleaved": interleaved})
@@ -83,7 +84,7 @@ def warm_up(
         alike = {outline(layer): on_meta(layer) for layer in cache.layers}
         given = [{name: on_meta(x) for name, x in more.items()} for more in (rope, options)]
         ahead = [call for _, call in _calls([*alike.values()], steps, heads, columns, dtype, *given)]
-        compile_ahead(ahead, chip, processes=None if processes is None else as_positive_int("processes", processes))
+        compile_ahead(ahead, chip, processes=processes)
     for name, call in _calls(cache.layers, steps, heads, columns, dtype, rope, options):
         start = time.perf_counter()
         call()
