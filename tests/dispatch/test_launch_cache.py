@@ -392,7 +392,13 @@ def test_one_is_not_true_and_a_pair_with_none_no_joined_query(bound):
     for _ in range(2):
         tersekv.rope_append(q, k, k.clone(), LAYER, at, table, at.clone(), interleaved=True)
         tersekv.mla_decode(joined, LATENT, **indices(), softmax_scale=0.1)
+        tersekv.mla_decode(joined, LATENT, **indices(), softmax_scale=0.1, return_lse=True)
+        tersekv.decode(q, LAYER, **indices(), return_lse=True)
     with pytest.raises(TypeError, match="interleaved: want bool, got int"):
         tersekv.rope_append(q, k, k.clone(), LAYER, at, table, at.clone(), interleaved=1)
+    with pytest.raises(TypeError, match="return_lse: want bool, got int"):
+        tersekv.mla_decode(joined, LATENT, **indices(), softmax_scale=0.1, return_lse=1)
+    with pytest.raises(TypeError, match="return_lse: want bool, got int"):
+        tersekv.decode(q, LAYER, **indices(), return_lse=1)
     with pytest.raises(ValueError, match="q_pe: want a tensor for a cache with a rotary part, got None"):
         tersekv.mla_decode((joined, None), LATENT, **indices(), softmax_scale=0.1)
