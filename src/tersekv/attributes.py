@@ -37,7 +37,12 @@ from .shapes import ShapeChecker, dtype_name, require
 from .tracing import tracing
 
 HADAMARD = "hadamard"
-_SEED = 0x9E3779B9
+# After the leading 1, a bit a column, 1 for +1: vLLM's 2 * bernoulli(0.5) - 1 with seed 0x9E3779B9. Written down, since
+# a traced program that drew them would draw others each time it runs.
+_SIGNS = bin(
+    0x1B09ACEA68DAC010136BC22651C2AFED681D125528223F5D51219D04C05C2045F << 256
+    | 0xCC3876B2D3E395155BB8A9D89ACDC019769E1C0C700464B36E2405939D35B951
+)[3:]
 _SMALLEST = 1e-3  # of a channel scale, before a head's are normalised
 _F32 = (torch.float32,)
 
@@ -49,9 +54,11 @@ def block_of(dim: int) -> int:
 
 def signs(dim: int, device: torch.device | None = None) -> Tensor:
     """[b] fp32, ±1: the signs of a rotation of rows of `dim`, the same at every call. They are vLLM's."""
-    halves = torch.full((block_of(dim),), 0.5, dtype=torch.float32, device="cpu")
-    drawn = torch.bernoulli(halves, generator=torch.Generator("cpu").manual_seed(_SEED))
-    return (2 * drawn - 1).to(device or torch.get_default_device())
+    block = block_of(dim)
+    if block > len(_SIGNS):
+        raise ValueError(f"rotation: want heads in blocks of at most {len(_SIGNS)} columns, got {block} of {dim}")
+    drawn = [1.0 if bit == "1" else -1.0 for bit in _SIGNS[:block]]
+    return torch.tensor(drawn, dtype=torch.float32, device=device or torch.get_default_device())
 
 
 _shared_signs: WeakValueDictionary[tuple[int, torch.device], Tensor] = WeakValueDictionary()

@@ -243,20 +243,23 @@ class PagedKVCache(PagedLayers[PagedKVLayer]):
         num_pages: int,
         page_size: int,
         *,
+        layout: str = "NHD",
+        packed: bool = False,
+        scales: str = "apart",
         device: torch.device | str | None = None,
-        **options,
     ) -> PagedKVCache:
         """Allocate a zeroed cache with the sizes and attributes of one whose `save_attributes` wrote the file.
 
-        options:  layout, packed, scales: as `allocate` takes them
+        layout, packed, scales:  as `allocate` takes them
 
         Raises ValueError for a file that `save_attributes` did not write, or that was changed since, with the name of
         the file and the entry.
         """
         sizes, formats, attributes = saved.read(path)
         made = cls.allocate(
-            len(formats), num_pages, page_size, **sizes, layer_formats=formats, device=device, **options
-        )
+            len(formats), num_pages, page_size, **sizes, layer_formats=formats, layout=layout, packed=packed,
+            scales=scales, device=device,
+        )  # fmt: skip
         where, layers = device_of(device) or torch.get_default_device(), []
         for layer, values in zip(made.layers, attributes, strict=True):
             own: dict[str, Any] = {n: x.to(where) if isinstance(x, Tensor) else x for n, x in values.items()}

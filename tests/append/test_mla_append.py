@@ -141,3 +141,12 @@ def test_no_device_value_is_read_on_the_host(format):
             torch.ones(2, 512), torch.ones(2, 64), layer, slots,
             cos_sin_cache=cos_sin, positions=positions, q_pe=torch.ones(2, 1, 64), backend="torch",
         )  # fmt: skip
+
+
+def test_a_dtype_that_contradicts_an_output_names_it():
+    layer = PagedLatentCache.allocate(1, 2, 4, format="bf16", kv_lora_rank=8, qk_rope_head_dim=8)[0]
+    x, q, at = torch.zeros(2, 8), torch.zeros(2, 1, 8), torch.arange(2)
+    given = {"cos_sin_cache": torch.zeros(2, 8), "positions": at, "q_dtype": torch.float16}
+    for name in ("q_pe", "q_nope"):
+        with pytest.raises(ValueError, match=f"^q_dtype: want {name}_out's own bfloat16 or None, got float16"):
+            mla_append(x, x, layer, at, **given, **{name: q, f"{name}_out": q.bfloat16()})

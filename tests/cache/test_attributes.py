@@ -97,12 +97,35 @@ def test_channel_scales_are_largest_magnitudes_of_mean_1_a_head():
             tersekv.channel_scale(k)
 
 
-def test_signs_are_the_same_at_every_call_and_for_every_size_that_has_the_power_of_two():
+@pytest.mark.parametrize("block", [8, 32, 512])
+def test_signs_are_the_same_at_every_call_and_for_every_size_that_has_the_power_of_two(block):
     g = torch.Generator("cpu").manual_seed(0x9E3779B9)
-    want = 2 * torch.bernoulli(torch.full((32,), 0.5), generator=g) - 1
-    assert signs(32).equal(want)
-    assert signs(96).equal(want)
+    want = 2 * torch.bernoulli(torch.full((block,), 0.5), generator=g) - 1
+    assert signs(block).equal(want)
+    assert signs(3 * block).equal(want)
     assert set(want.tolist()) == {-1.0, 1.0}
+
+
+def test_longer_blocks_than_there_are_signs_for_are_refused():
+    with pytest.raises(ValueError, match=r"^rotation: want heads in blocks of at most 512 columns, got 1024 of 3072$"):
+        PagedKVLayer.of((torch.zeros(1, 1, 1, 3072).bfloat16(),) * 2, rotation="hadamard")
+
+
+@pytest.mark.parametrize("how", ["make_fx", "export", "compile"])
+def test_a_layer_made_in_a_traced_program_has_the_same_signs_at_every_run(how):
+    def rotated(k):
+        return PagedKVLayer.of((k, k), rotation="hadamard").k_signs * 1
+
+    k, want = torch.zeros(1, 1, 1, 16).bfloat16(), signs(16)
+    if how == "make_fx":
+        run = make_fx(rotated, tracing_mode="fake")(k)
+    elif how == "compile":
+        run = torch.compile(rotated, fullgraph=True, backend="aot_eager")
+    else:
+        module = torch.nn.Module()
+        module.forward = rotated
+        run = torch.export.export(module, (k,)).module()
+    assert [run(k).equal(want) for _ in range(3)] == [True] * 3
 
 
 @pytest.mark.parametrize("place", ["apart", "inline", "tail"])

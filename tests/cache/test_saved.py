@@ -259,6 +259,9 @@ def test_options_that_do_not_fit_are_the_callers_and_not_the_files(tmp_path):
             PagedKVCache.allocate_saved(tmp_path / "x", 2, 4, **options)
     with pytest.raises(ValueError, match=r"^num_pages: want"):
         PagedKVCache.allocate_saved(tmp_path / "x", 0, 4)
+    for own in ({"rotation": "hadamard"}, {"k_scale": 2.0}, {"k_channel_scale": None}):  # the file's
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{next(iter(own))}'"):
+            PagedKVCache.allocate_saved(tmp_path / "x", 2, 4, **own)
 
 
 def test_a_file_is_there_whole_or_as_it_was(tmp_path, monkeypatch):

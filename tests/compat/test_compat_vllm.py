@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 from compat_reference import BF16, E4M3, E5M2, F32, FP16, cast, poisoned, raw
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tersekv.compat import vllm
+from tersekv.compat._vllm_rotation import rotated
 
 REQUIRED = inspect.Parameter.empty
 P, S = 5, 4
@@ -220,6 +222,13 @@ def test_int4_rows_are_vllms_bytes(dtype, d, dv, hnd):
     live = {s for s in SLOTS if s >= 0}
     dead = [s for s in range(P * S) if s not in live]
     assert (raw(k[[s // S for s in dead], [s % S for s in dead]]) == 0xFF).all()
+
+
+def test_rows_rotated_in_a_traced_program_are_those_of_every_other_run():
+    x = torch.randn(1, 1, 64, dtype=F32)
+    traced = make_fx(lambda x: rotated("key", x), tracing_mode="fake")(x)
+    want = rotated("key", x)
+    assert [traced(x).equal(want) for _ in range(3)] == [True] * 3
 
 
 def test_a_rotated_int4_row_of_one_sign_is_cut_off_as_in_vllm():

@@ -392,7 +392,24 @@ def test_one_is_not_true_and_a_pair_with_none_no_joined_query(bound):
     for _ in range(2):
         tersekv.rope_append(q, k, k.clone(), LAYER, at, table, at.clone(), interleaved=True)
         tersekv.mla_decode(joined, LATENT, **indices(), softmax_scale=0.1)
+        tersekv.mla_decode(joined, LATENT, **indices(), softmax_scale=0.1, return_lse=True)
+        tersekv.decode(q, LAYER, **indices(), return_lse=True)
     with pytest.raises(TypeError, match="interleaved: want bool, got int"):
         tersekv.rope_append(q, k, k.clone(), LAYER, at, table, at.clone(), interleaved=1)
+    with pytest.raises(TypeError, match="return_lse: want bool, got int"):
+        tersekv.mla_decode(joined, LATENT, **indices(), softmax_scale=0.1, return_lse=1)
+    with pytest.raises(TypeError, match="return_lse: want bool, got int"):
+        tersekv.decode(q, LAYER, **indices(), return_lse=1)
     with pytest.raises(ValueError, match="q_pe: want a tensor for a cache with a rotary part, got None"):
         tersekv.mla_decode((joined, None), LATENT, **indices(), softmax_scale=0.1)
+
+
+def test_an_output_that_begins_at_an_argument_is_found_after_like_calls_that_did_not(bound):
+    q, rows, given = query(4), torch.randn(2, 4, 2, 32).to(BF), indices(1) | {"cu_seqlens_q": torch.tensor([0, 4])}
+    q = q[:, :2]
+    for _ in range(3):
+        tersekv.prefill(q, LAYER, **given, k=rows[0], v=rows[1], out=torch.empty(4, 2, 32, dtype=BF))
+    count = len(bound.calls)
+    with pytest.raises(ValueError, match="out: want memory of its own, got a tensor that begins where v does"):
+        tersekv.prefill(q, LAYER, **given, k=rows[0], v=rows[1], out=rows[1])
+    assert len(bound.calls) == count

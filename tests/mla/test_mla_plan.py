@@ -79,6 +79,7 @@ def test_moving_a_plan_keeps_the_numbers_of_the_host():
         ([3], [1, 2], None, "q_lens: want one number in"),
         ([3], [1], 0, "buffer_tokens: want a positive number, got 0"),
         ([3], [1], -5, "buffer_tokens: want a positive number, got -5"),
+        ([0], [0], -5, "buffer_tokens: want a positive number, got -5"),
         ([2**40], [1], 2**20, rf"seq_lens: want less than 2\*\*31 tokens, as int32 holds them, got {2**40}"),
         ([2**30] * 2, [1] * 2, None, rf"buffer_tokens: want less than 2\*\*31 tokens, .* got {2**31}"),
     ],

@@ -309,6 +309,43 @@ def check_rehearsal(how: str) -> None:
         torch.testing.assert_close(out, p.whole()[0][:, p.heads()], atol=1e-5, rtol=1e-5)
 
 
+def check_latents_without_rotary_part() -> None:
+    """V4's records, of more bytes than their rank has values; q joined and in parts."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    random = torch.Generator().manual_seed(0)
+    rows, q = (torch.randn(n, LATENT, generator=random) for n in (40, world))
+    slots, q, lens, table = torch.arange(40), q[None], torch.tensor([40]), torch.arange(5)[None]
+
+    def cache(size: int, slots: torch.Tensor) -> tersekv.PagedLatentLayer:
+        layer = tersekv.PagedLatentCache.allocate(1, 5, size, format="fp8_v4", kv_lora_rank=LATENT)[0]
+        tersekv.mla_append(rows, None, layer, slots)
+        return layer
+
+    want = tersekv.mla_decode(q, cache(SIZE * world, slots), table, lens, softmax_scale=0.1)[:, rank : rank + 1]
+    ours, mine = cache(SIZE, shard_slot_mapping(slots, rank, world, SIZE, SIZE)), q[:, rank : rank + 1]
+    for query in (mine, (mine, None), (mine, mine[..., :0])):
+        out = ContextParallel(interleave=SIZE).mla_decode(query, ours, table, lens, softmax_scale=0.1)
+        torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+
+
+def check_refused_latent_queries() -> None:
+    """Parts that differ would be copied side by side all the same; a third would be left out."""
+    p = Problem(Case("mla-refusals", kv=False, kv_heads=1, drafts=2), dist.get_rank(), dist.get_world_size())
+    layer, table = p.mine()
+    q = p.q[:, p.heads()]
+    a, b = q[..., :LATENT], q[..., LATENT:]
+    for error, words, query in (
+        (ValueError, "q_pe: want", (a, b[:1])),
+        (ValueError, "q_pe: want", (a, b.half())),
+        (ValueError, "q: want [T, H, 128 + 32], got rows of 128", (a, None)),
+        (TypeError, "q: want Tensor or (q_nope, q_pe)", (a, b, b)),
+        (TypeError, "q: want Tensor or (q_nope, q_pe)", (q,)),
+    ):
+        with pytest.raises(error) as caught:
+            ContextParallel(interleave=SIZE).mla_decode(query, layer, table, p.seq_lens, softmax_scale=0.1)
+        assert words in str(caught.value), str(caught.value)
+
+
 def check_refusals() -> None:
     """Every rank refuses alike, before anything is sent."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -316,9 +353,9 @@ def check_refusals() -> None:
     layer, table = p.mine()
     q = p.q[:, p.heads()]
 
-    def refused(error: type, words: str, cp: ContextParallel | None = None, q=q, table=table, **options) -> None:
+    def refused(error, words, cp: ContextParallel | None = None, q=q, table=table, lens=p.seq_lens, **options) -> None:
         with pytest.raises(error) as caught:
-            (cp or ContextParallel(interleave=SIZE)).decode(q, layer, table, p.seq_lens, **options)
+            (cp or ContextParallel(interleave=SIZE)).decode(q, layer, table, lens, **options)
         assert words in str(caught.value), str(caught.value)
 
     refused(tersekv.UnsupportedError, "mask", mask=torch.zeros(len(q), 2, dtype=torch.uint16))
@@ -327,6 +364,17 @@ def check_refusals() -> None:
     refused(ValueError, "page_table", table=table[:-1])
     refused(ValueError, "q: want T", q=q[:-1])
     refused(ValueError, "sinks", sinks=torch.zeros(q.shape[1] + 1))
+    refused(TypeError, "sinks: want Tensor", sinks=[0.0] * q.shape[1])
+    refused(TypeError, "window: want int", window=2.5)
+    refused(TypeError, "return_lse: want bool", return_lse=1)
+    refused(ValueError, "q: want head_dim", q=q[..., :32])
+    refused(ValueError, "page_table: want int32", table=table.float())
+    refused(ValueError, "seq_lens: want int32", lens=p.seq_lens.float())
+    for how in BOTH:
+        cp = ContextParallel(interleave=SIZE, exchange=how)
+        for lse in (torch.zeros(q.shape[:2], dtype=torch.float64), torch.zeros(1, 1).expand(q.shape[:2])):
+            refused(ValueError, "lse: want", cp, lse=lse)
+        refused(ValueError, "out: want memory for each element", cp, out=torch.zeros(p.dv).expand(*q.shape[:2], p.dv))
     refused(ValueError, "out: want [T, share, Dv]", out=torch.zeros(len(q), q.shape[1] + 1, p.dv))
     small = torch.zeros(64, dtype=torch.uint8)
     refused(ValueError, "workspace: want", ContextParallel(interleave=SIZE, workspace=small))
@@ -334,6 +382,8 @@ def check_refusals() -> None:
 
 OTHERS = {
     "append": check_append,
+    "latents-without-rotary-part": check_latents_without_rotary_part,
+    "refused-latent-queries": check_refused_latent_queries,
     "refusals": check_refusals,
     **{f"bytes-{x}": (lambda x=x: check_bytes_on_the_wire(x)) for x in BOTH},
     **{f"rehearsal-{x}": (lambda x=x: check_rehearsal(x)) for x in BOTH},

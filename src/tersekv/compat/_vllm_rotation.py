@@ -11,16 +11,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_SEED = 0x9E3779B9
+from ..attributes import signs
+from ..tracing import tracing
 
-
-@cache
-def _signs(dim: int, device: torch.device) -> Tensor:
-    drawn = torch.bernoulli(
-        torch.full((dim,), 0.5, dtype=torch.float32, device="cpu"),
-        generator=torch.Generator("cpu").manual_seed(_SEED),
-    )
-    return (2 * drawn - 1).to(device)
+_cached_signs = cache(signs)
 
 
 def rotated(name: str, x: Tensor) -> Tensor:
@@ -28,7 +22,7 @@ def rotated(name: str, x: Tensor) -> Tensor:
     dim = x.shape[-1]
     if dim < 2 or dim & (dim - 1):
         raise ValueError(f"{name}: want a head_dim that is a power of 2 for INT4_PER_TOKEN_HEAD, got {dim}")
-    y, away = x.to(torch.float32) * _signs(dim, x.device), 1
+    y, away = x.to(torch.float32) * (signs if tracing() else _cached_signs)(dim, x.device), 1
     while away < dim:
         a, b = y.unflatten(-1, (-1, 2, away)).unbind(-2)
         y = torch.stack((a + b, a - b), -2).flatten(-3)

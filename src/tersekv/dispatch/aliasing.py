@@ -1,7 +1,7 @@
 """Checks that need more than a call's facts: outputs that alias other tensors, or that require gradients.
 
-They run on launch cache misses only, where they take 2 µs; a cached launch does not compare addresses. Outputs that
-overlap another tensor but begin elsewhere are not found.
+They run on launch cache misses only, where they take 2 µs; a cached launch counts distinct addresses, and a
+call with another number of them is a miss. Outputs that overlap another tensor but begin elsewhere are not found.
 """
 
 from __future__ import annotations

@@ -119,11 +119,13 @@ def rope_append(
     return q_out
 
 
-def query_output(q: Tensor | None, out: Tensor | None, q_dtype: torch.dtype | None) -> Tensor | None:
-    """Returns the tensor that receives the query: `out`, or a new one."""
+def query_output(
+    q: Tensor | None, out: Tensor | None, q_dtype: torch.dtype | None, name: str = "q_out"
+) -> Tensor | None:
+    """Returns the tensor that receives the query: `out`, or a new one. name: of the argument `out`."""
     if q_dtype is not None:
         own = out.dtype if isinstance(out, Tensor) else None
-        dtype("q_dtype", q_dtype, FLOAT + FP8, own, "q_out")
+        dtype("q_dtype", q_dtype, FLOAT + FP8, own, name)
     if not isinstance(q, Tensor) or out is not None:
         return out
     if q_dtype is None and q.is_contiguous():

@@ -44,8 +44,8 @@ def attend(
         indices, index_lens,
     )  # fmt: skip
     options = (
-        c.format, max_q_len, window, softcap, scale, k_scale, v_scale, o_scale, out_dtype, return_lse, precision,
-        invariant, prefill_invariant, block_size, backend,
+        c.format, max_q_len, window, softcap, scale, k_scale, v_scale, o_scale, out_dtype, return_lse,
+        type(return_lse), precision, invariant, prefill_invariant, block_size, backend,  # 1 is no bool
     )  # fmt: skip
     cached = lookup(op, options, inputs)
     if cached is not None:

@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..dispatch.checks import require, tensor
+from ..dispatch.checks import INDEX, dtype_name, require, tensor
 from ..errors import UnsupportedError
 from ..layers import PagedKVLayer, PagedLatentLayer
+from ..scalars import as_int
 from .append import KVLike
 from .attention import max_query_rows
 from .decode import decode
 from .exchange import Exchange, Parts
-from .mla import LatentLike, mla_decode
+from .mla import LatentLike, mla_decode, rotary_part
 from .shards import (
     ExchangeCost,
     HeadShard,
@@ -134,8 +135,10 @@ class ContextParallel:
         if mask is not None:
             raise UnsupportedError("mask: want None over several ranks, whose drafts are causal, got a mask")
         if window is not None:
+            window = as_int("window", window)
             require(window > 0, "window", "a positive number of keys (own included), or None", window)
         limit = self._check_requests(q, page_table, seq_lens, cu_seqlens_q, max_q_len)
+        require(q.shape[2] == c.head_dim, "q", f"head_dim {c.head_dim} as in cache", q.shape[2])
 
         def attend(parts: Parts, out: Tensor, lse: Tensor) -> None:
             by_token = window is not None and window % (self.deal.interleave * self.world) != 0
@@ -190,11 +193,7 @@ class ContextParallel:
         local = partial(
             mla_decode, softmax_scale=softmax_scale, out_scale=out_scale, precision=precision, backend=backend
         )
-        if not isinstance(q, (Tensor, tuple, list)):
-            raise TypeError(f"q: want Tensor or (q_nope, q_pe), got {type(q).__name__}")
-        given = [q] if isinstance(q, Tensor) else list(q)
-        for part in given:
-            tensor("q", part, "T H D")
+        given = _query_parts(q)
         plain = self._plain(local_seq_lens, len(given[0]), page_table, seq_lens, cu_seqlens_q, None)
         if self.world == 1:
             return local(
@@ -203,14 +202,15 @@ class ContextParallel:
             )  # fmt: skip
         rows, limit = len(given[0]), self._check_requests(given[0], page_table, seq_lens, cu_seqlens_q, max_q_len)
 
+        width, rank, rope = sum(part.shape[2] for part in given), c.kv_lora_rank, c.qk_rope_head_dim
+        require(width == rank + rope, "q", f"[T, H, {rank} + {rope}]", f"rows of {width}")
+
         def attend(parts: Parts, out: Tensor, lse: Tensor) -> None:
             x = plain or local_rows(self.deal, rows, page_table, seq_lens, cu_seqlens_q, limit)
             all_q = parts()
             local(all_q[0] if len(all_q) == 1 else (all_q[0], all_q[1]), c, x.page_table, x.seq_lens, out=out, lse=lse)
 
-        return self.exchange.run(
-            given, c.ckv.shape[-1], attend, None, out, out_dtype, lse, return_lse, backend, plain is None
-        )
+        return self.exchange.run(given, rank, attend, None, out, out_dtype, lse, return_lse, backend, plain is None)
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -245,7 +245,7 @@ class ContextParallel:
         """Returns this rank's part of a decode from the caller's local lengths; None without them."""
         if lens is None:
             return None
-        tensor("local_seq_lens", lens, "B")
+        _index_tensor("local_seq_lens", lens, "B")
         tensor("seq_lens", seq_lens, "B")
         require(len(lens) == len(seq_lens), "local_seq_lens", f"[B={len(seq_lens)}]", list(lens.shape))
         if rows != len(seq_lens) or cu is not None or window is not None:
@@ -256,13 +256,37 @@ class ContextParallel:
         self, q: Tensor, page_table: Tensor, seq_lens: Tensor, cu: Tensor | None, max_q_len: int | None
     ) -> int:
         """Raise unless the index tensors fit together. Returns the bound on the rows of a request."""
-        tensor("page_table", page_table, "B max_pages")
-        tensor("seq_lens", seq_lens, "B")
+        _index_tensor("page_table", page_table, "B max_pages")
+        _index_tensor("seq_lens", seq_lens, "B")
         t, b = len(q), len(seq_lens)
         require(len(page_table) == b, "page_table", f"[B={b}, max_pages]", list(page_table.shape))
         if b == 0 or cu is None:
             require(t % b == 0 if b else t == 0, "q", f"T a multiple of B={b} (or cu_seqlens_q)", f"T={t}")
         if cu is not None:
-            tensor("cu_seqlens_q", cu, "B+1")
+            _index_tensor("cu_seqlens_q", cu, "B+1")
             require(len(cu) == b + 1, "cu_seqlens_q", f"[B+1={b + 1}]", list(cu.shape))
         return max_query_rows(t, seq_lens, cu, max_q_len)
+
+
+def _index_tensor(name: str, x: Tensor, pattern: str) -> None:
+    """Raise unless x is an index tensor with one dimension per word of the pattern."""
+    tensor(name, x, pattern)
+    require(x.dtype in INDEX, name, " | ".join(map(dtype_name, INDEX)), dtype_name(x.dtype))
+
+
+def _query_parts(q: Tensor | tuple[Tensor, Tensor | None]) -> list[Tensor]:
+    """Returns the parts of a latent query that have columns. Raises unless they have one T, H and dtype."""
+    if isinstance(q, Tensor):
+        tensor("q", q, "T H D")
+        return [q]
+    if not isinstance(q, (tuple, list)) or len(q) != 2:
+        raise TypeError(f"q: want Tensor or (q_nope, q_pe), got {type(q).__name__}")
+    q_nope, q_pe = q[0], rotary_part(q[1])
+    tensor("q_nope", q_nope, "T H L")
+    if q_pe is None:
+        return [q_nope]
+    tensor("q_pe", q_pe, "T H R")
+    (t, heads), kind = q_nope.shape[:2], q_nope.dtype
+    got = f"{list(q_pe.shape)} {dtype_name(q_pe.dtype)}"
+    require((t, heads, kind) == (*q_pe.shape[:2], q_pe.dtype), "q_pe", f"[{t}, {heads}, R] {dtype_name(kind)}", got)
+    return [q_nope, q_pe]

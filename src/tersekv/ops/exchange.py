@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..dispatch.checks import FLOAT, require
+from ..dispatch.checks import FLOAT, dtype_name, overlaps, require, tensor
 from ..errors import UnsupportedError
+from ..scalars import as_bool
 from .attention import output_tensor
 from .merge import merge_states
 from .shards import ALIGNMENT, EXCHANGES, head_pitch
@@ -41,7 +42,7 @@ class Exchange:
         if how == "reduce_scatter":
             require(wire_dtype == torch.float32, "wire_dtype", "fp32 for a reduce_scatter, which adds", wire_dtype)
         self.group, self.rank, self.world, self.how = group, rank, world, how
-        self.sharded_q, self.wire_dtype, self.workspace = sharded_q, wire_dtype, workspace
+        self.sharded_q, self.wire_dtype, self.workspace = as_bool("sharded_q", sharded_q), wire_dtype, workspace
         self.silent = False  # nothing is sent or waited for
 
     def workspace_bytes(self, rows: int, num_heads: int, head_dim: int, head_dim_v: int, q_dtype: torch.dtype) -> int:
@@ -66,10 +67,18 @@ class Exchange:
         require(tuple(out.shape) == shape, "out", f"[T, share, Dv] = {list(shape)}", list(out.shape))
         if out.dtype not in FLOAT:
             raise UnsupportedError(f"out: want bf16, fp16 or fp32 over several ranks, got {out.dtype}")
+        as_bool("return_lse", return_lse)
         if lse is None:
             lse = torch.empty(shape[:2], dtype=torch.float32, device=out.device)
-        require(tuple(lse.shape) == shape[:2], "lse", f"[T, share] = {list(shape[:2])}", list(lse.shape))
+        tensor("lse", lse, "T share")
+        fits = tuple(lse.shape) == shape[:2] and lse.dtype == torch.float32
+        got = f"{list(lse.shape)} {dtype_name(lse.dtype)}"
+        require(fits, "lse", f"[T, share] = {list(shape[:2])} float32", got)
+        for name, written in (("out", out), ("lse", lse)):
+            alone = not overlaps(written.shape, written.stride())
+            require(alone, name, "memory for each element", f"strides {list(written.stride())}")
         if sinks is not None:
+            tensor("sinks", sinks, "H")
             fits = tuple(sinks.shape) == (given,) and sinks.dtype == torch.float32
             require(fits, "sinks", f"[{given}] float32, one a head of q", f"{list(sinks.shape)} {sinks.dtype}")
             first = 0 if self.sharded_q else self.rank * share

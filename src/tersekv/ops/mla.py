@@ -110,7 +110,8 @@ def mla_append(
         )
 
     k_pe = rotary_part(k_pe)
-    q_pe_out, q_nope_out = query_output(q_pe, q_pe_out, q_dtype), query_output(q_nope, q_nope_out, q_dtype)
+    q_pe_out = query_output(q_pe, q_pe_out, q_dtype, "q_pe_out")
+    q_nope_out = query_output(q_nope, q_nope_out, q_dtype, "q_nope_out")
     call = MLAAppendCall(
         q_pe, q_nope, kv_c, k_pe, cos_sin_cache, positions, q_pe_out, q_nope_out, c.ckv, c.kpe, c.ckv_scale_cache,
         slot_mapping, None, None, None, None, c.format, interleaved, q_mul, q_scale_t, kv_mul, kv_scale_t, False, False,
@@ -188,8 +189,8 @@ def mla_decode(
         scale_t, kv_scale_t, o_scale_t, indices, index_lens, sinks, *extra_tensors, extra_scale_t, None,
     )  # fmt: skip
     options = (
-        c.format, joined, max_q_len, scale, kv_scale, o_scale, out_dtype, return_lse, precision, batch_invariant,
-        block_size, extra_format, extra_scale, backend,
+        c.format, joined, max_q_len, scale, kv_scale, o_scale, out_dtype, return_lse, type(return_lse), precision,
+        batch_invariant, block_size, extra_format, extra_scale, backend,
     )  # fmt: skip
     cached = lookup("mla_decode", options, inputs)
     if cached is not None:
@@ -338,7 +339,7 @@ def mla_prefill_plan(
         raise ValueError(f"q_lens: want one number in [0, seq_len] for each of {seq_lens}, got {q_lens}")
     total, device = sum(seq_lens), device_of(device)
     buffer_tokens = total if buffer_tokens is None else as_int("buffer_tokens", buffer_tokens)
-    if buffer_tokens <= 0 < total:
+    if buffer_tokens < 0 or (not buffer_tokens and total):
         raise ValueError(f"buffer_tokens: want a positive number, got {buffer_tokens}")
     for name, most in (("seq_lens", max(seq_lens, default=0)), ("buffer_tokens", min(buffer_tokens, total))):
         if most >= 2**31:
@@ -443,7 +444,8 @@ def mla_prefill(
     longest = as_int("plan.max_q_len", plan.max_q_len)
     head_dim_v = None if head_dim_v is None else as_positive_int("head_dim_v", head_dim_v)
     options = (
-        c.format, *lengths, longest, scale, epsilon, head_dim_v, kv_scale, return_lse, precision, backend,
+        c.format, *lengths, longest, scale, epsilon, head_dim_v, kv_scale, return_lse, type(return_lse), precision,
+        backend,
     )  # fmt: skip
     cached = lookup("mla_prefill", options, inputs)
     if cached is not None:
