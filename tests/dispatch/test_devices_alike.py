@@ -114,7 +114,7 @@ ASKS = {
     ("page_mover.py", "__init__"): "streams",
     ("page_mover.py", "away"): "streams",
     ("page_mover.py", "back"): "streams",
-    ("compat/_vllm_indexer.py", "_where_inside"): "pages are looked at where that is free; elsewhere in checked mode",
+    ("compat/_indexer.py", "where_inside"): "pages are looked at where that is free; elsewhere in checked mode",
     ("compat/flash_mla.py", "flash_mla_sparse_fwd"): "FlashMLA's entries past the cache are padding; a CPU would raise",
     ("dispatch/plan.py", "facts"): "the chip",
     ("dispatch/plan.py", "_arch"): "the chip",
