@@ -175,9 +175,10 @@ def test_a_given_lse_is_base_2_with_and_without_return_lse(causal):
 
 def test_one_data_type_stands_for_those_that_are_left_out():
     for options, want in (
-        ({"data_type": BF16}, (BF16, BF16, BF16)),
+        ({"data_type": BF16, "q_data_type": None}, (BF16, BF16, BF16)),
+        ({"data_type": BF16}, (FP16, BF16, FP16)),
         ({"data_type": FP16, "q_data_type": BF16}, (BF16, FP16, BF16)),
-        ({"data_type": BF16, "kv_data_type": E4M3}, (BF16, E4M3, BF16)),
+        ({"data_type": BF16, "kv_data_type": E4M3}, (FP16, E4M3, FP16)),
     ):
         assert decodes(**options)._plan.dtypes == want
 

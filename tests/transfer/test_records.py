@@ -111,6 +111,10 @@ def test_pages_that_share_memory_take_only_equal_bytes():
     shared[0].k[5] = 1
     assert tersekv.import_pages(shared, [1], tersekv.export_pages(shared, [5])) == 4
     assert shared[1].v[1].eq(1).all()
+    rows = torch.randn(6, 4, 2, 32).to(torch.bfloat16)
+    narrow = PagedKVCache.from_tensors([(rows, rows[..., :16])])
+    assert tersekv.import_pages(narrow, [1], tersekv.export_pages(narrow, [5])) == 4
+    assert torch.equal(rows[1], rows[5])
 
 
 def test_a_record_without_pages_is_one():

@@ -121,7 +121,7 @@ def _read(args: argparse.Namespace, most: int) -> bytes:
 
 
 def _begin(file: BinaryIO, most: int) -> bytes:
-    """The first bytes, piece by piece: a file asked for many takes memory for all of them, though it has few."""
+    """Returns the first bytes, read in pieces: read(n) allocates n bytes, however short the file."""
     parts = [b""]
     while most > 0:
         parts.append(file.read(min(most, _PIECE)))

@@ -20,10 +20,10 @@ from .arguments import between, complain, positive, words
 
 _LATENTS = ("auto", *LATENT_FORMATS)
 _MOST = (1 << 31) - 1  # tokens
-_SIZES = {
+_SIZES = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "max_position_embeddings", "kv_lora_rank",
     "qk_rope_head_dim", "qk_nope_head_dim",
-}  # fmt: skip
+)  # fmt: skip
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -81,7 +81,7 @@ def calls_of(config: Any, cache_dtype: str, args: argparse.Namespace) -> list[li
     if not isinstance(model, dict):
         raise ValueError(f"want the config.json of a language model, got {type(model).__name__} in JSON")
     model = {name: x for name, x in model.items() if x is not None}
-    for name in _SIZES & model.keys():
+    for name in (n for n in _SIZES if n in model):
         least = 0 if name == "qk_rope_head_dim" else 1
         if type(model[name]) is not int or model[name] < least:
             raise ValueError(f"want at least {least} for {name}, got {model[name]!r}")

@@ -79,12 +79,13 @@ def xqa_batch_decode_with_kv_cache(
         bmm2_scale:       all that multiplies the output, for every cache dtype
         window_left:      keys seen before the query's own, for each draft row; -1: all. NOTE: tersekv's `window` counts
                           the query's own too
-        out:              [B × q_len_per_req, Hq, Dv]; default: a new tensor in query's dtype, of drafts too (there 4-D)
+        out:              [B × q_len_per_req, Hq, Dv]; default: a new tensor in query's dtype; FlashInfer's is
+                          4-D for drafts
         sinks:            [Hq] fp32, one more score in the softmax, with a zero value
         o_scale:          multiplies a 16-bit output too; not an fp8 output, which holds real / o_scale where the caller
                           puts 1 / o_scale into bmm2_scale
         mask:             [B, q_len_per_req, 2 × ceil(q_len_per_req / 32)] uint16: bit j of row i: draft i sees draft j;
-                          None: causal. FlashInfer ignores that of one row
+                          None: causal. FlashInfer ignores a mask for q_len_per_req=1
         kv_cache_sf:      e4m3 block scales of NVFP4 (k, v), [..., D/16] in the layout of the cache
         q_cu_seq_lens:    [B + 1] ragged drafts: query and mask rows are packed by it, q_len_per_req is the largest
         max_seq_len, workspace_buffer, enable_pdl:  accepted, without effect

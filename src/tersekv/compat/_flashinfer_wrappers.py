@@ -317,7 +317,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     ) -> None:  # fmt: skip
         """`plan` of FlashInfer; see `BatchPrefillWithPagedKVCacheWrapper.plan`.
 
-        data_type:     q_data_type and kv_data_type where they are None or left out
+        data_type:     q_data_type and kv_data_type where they are None; as in FlashInfer, q_data_type left out is fp16
         window_right:  0
         """
         refuse_positions(pos_encoding_mode)
@@ -327,7 +327,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         n = as_host_int("q_len_per_req", q_len_per_req, 1)
         rows = torch.arange(len(lens) + 1) * n
         if data_type is not None:
-            q_data_type = data_type if q_data_type in (None, "float16") else q_data_type
+            q_data_type = data_type if q_data_type is None else q_data_type
             kv_data_type = data_type if kv_data_type is None else kv_data_type
         dtypes = _dtypes("float16" if q_data_type is None else q_data_type, kv_data_type, o_data_type)
         self._keep(_Plan(

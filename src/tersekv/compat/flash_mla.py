@@ -221,7 +221,8 @@ def flash_mla_sparse_fwd(
             name, x = ("kv", kv) if kv.shape[1] != 1 else ("indices", indices)
             raise ValueError(f"{name}: want one head, got {list(x.shape)}")
         if indices.device.type == "cpu" or env.checked():  # where slots outside the cache raise
-            wide = indices.long() if indices.dtype == torch.uint32 else indices  # which PyTorch does not compare
+            # PyTorch does not compare uint32.
+            wide = indices.long() if indices.dtype == torch.uint32 else indices
             indices = wide.masked_fill(wide >= kv.shape[0], -1)
         latent = with_caller_names(_SPARSE_NAMES, _latent_layer, kv, q, d_v, False, "d_v")
         out, lse, made = _outputs(q, d_v, out)

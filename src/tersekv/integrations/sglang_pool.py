@@ -153,7 +153,7 @@ class TersekvPool(MHATokenToKVPool):
             self._saved = saved_layers(
                 FORMAT, self.chosen.saved, self.head_num, dims, parallel.attn_tp_rank, parallel.attn_tp_size
             )
-        # Not bfloat16 unless rows lie as they come: on CUDA, models then write them into the buffers themselves.
+        # bfloat16 for unrotated rows alone: on CUDA, SGLang's models then write them into the buffers themselves.
         dtypes = {f.storage for kind in kinds for f in kind}
         as_they_come = not self.chosen.rotated and self._saved is None
         self.dtype = dtypes.pop() if len(dtypes) == 1 and as_they_come else torch.uint8

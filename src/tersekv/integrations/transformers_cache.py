@@ -143,7 +143,7 @@ class TersekvCache(Cache):
 
     def make_store(self, index: int, key: Tensor, value: Tensor, num_pages: int) -> Store:
         """The store of a layer, made from its first keys and values."""
-        # Of inference mode nothing outside of it could write into the pages.
+        # Pages made in inference mode could not be written outside it.
         with torch.inference_mode(False), torch.no_grad():
             if not self.offloaded:
                 return self._store(index, key, value, num_pages)
