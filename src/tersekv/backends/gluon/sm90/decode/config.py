@@ -71,7 +71,7 @@ def max_small_m_rows(f: SimpleNamespace) -> int:
     int4 follows the measurements of nvfp4.
     """
     k, v = pair_of(f)
-    if k != v or not head_dims_fit_rows_64_kernel(f):
+    if k != v or not head_dims_fit_kernel_of_rows_64(f):
         return SMALL_M_ROWS
     if has_4bit_codes(f):
         # By decode_producer_warp: each warp of four heads unpacks once for all 32 rows. 64 × 8K: 413 → 352 µs, 16 × 8K:
@@ -121,7 +121,7 @@ def _num_cache_keys(f: SimpleNamespace) -> int:
     return f.page_table.shape[0] * f.page_table.shape[1] * f.k_cache.shape[1]
 
 
-def head_dims_fit_rows_64_kernel(f: SimpleNamespace) -> bool:
+def head_dims_fit_kernel_of_rows_64(f: SimpleNamespace) -> bool:
     """Returns whether two fp16 tiles each of K and V fit; else many rows go to shared_tiles."""
     d, dv = padded_head_dims(f)
     return d == dv <= 128
@@ -171,10 +171,10 @@ def choose_tile_config(f: SimpleNamespace, block_m: int) -> TileConfig:
     if is_large_m(f):
         return (
             _rows_64_config_with_max_stages(f, block_m)
-            if head_dims_fit_rows_64_kernel(f)
+            if head_dims_fit_kernel_of_rows_64(f)
             else _shared_tiles_config_with_max_stages(f, block_m)
         )
-    if block_m > 16 and tile_config.producer_warp and head_dims_fit_rows_64_kernel(f):
+    if block_m > 16 and tile_config.producer_warp and head_dims_fit_kernel_of_rows_64(f):
         tile_config = _TILES_32_ROWS_4BIT
     elif block_m > 16:
         heads = max(1, 128 // block_m // f.head_dim_parts)
