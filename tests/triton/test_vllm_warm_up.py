@@ -106,9 +106,7 @@ def test_numbers_of_requests_and_rows_compile_no_kernel_anew(request, compiled, 
     # Those of one row, and of two; up to 64 requests, and up to 256; on Hopper others where so few are cut that they
     # join themselves, or come in smaller tiles.
     hopper = request.node.callspec.params["compiled"] == 90
-    combines = (2, 4) if hopper and format == "nvfp4" else (2,)  # they know the tiles, of which a Triton may have fewer
-    assert len(splits) == (6 if hopper else 4)
-    assert len(compiled) - len(splits) in combines
+    assert (len(splits), len(compiled) - len(splits)) == (6 if hopper else 4, 2)
     decoded = set(compiled)
     for requests in (33, 64, 65, 144):
         q, k, v, table, lens, starts, *_ = batch([70] * requests)

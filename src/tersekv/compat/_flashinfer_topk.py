@@ -156,12 +156,12 @@ def top_k_page_table_transform(
     if page_table_row_starts is not None:
         entry = entry + page_table_row_starts.long()[:, None]
     (requests, width), of = src_page_table.shape, "input"
-    seen = where_inside(local >= 0, batch, requests, f"row_to_batch: want requests in [0, {requests})", of)
-    seen = where_inside(seen, entry, width, f"src_page_table: want room for every entry, {width} of a row", of)
-    if src_page_table.numel() == 0:  # there is nothing to look at, and nothing is seen
+    valid = where_inside(local >= 0, batch, requests, f"row_to_batch: want requests in [0, {requests})", of)
+    valid = where_inside(valid, entry, width, f"src_page_table: want room for every entry, {width} of a row", of)
+    if src_page_table.numel() == 0:  # there is nothing to look at, and no entry is valid
         src_page_table = src_page_table.new_zeros(1, 1)
-    pages = src_page_table[batch.where(seen, 0), entry.where(seen, 0)].to(torch.int32)
-    slots = (pages * size + local % size).where(seen, -1)
+    pages = src_page_table[batch.where(valid, 0), entry.where(valid, 0)].to(torch.int32)
+    slots = (pages * size + local % size).where(valid, -1)
     return slots if out is None else out.copy_(slots)
 
 

@@ -50,13 +50,13 @@ def take_largest(
     )  # fmt: skip
 
 
-def where_inside(known: Tensor, x: Tensor, end: int, want: str, of: str) -> Tensor:
+def where_inside(known: Tensor, x: Tensor, end: int, want: str, rows_of: str) -> Tensor:
     """Where x is known and in [0, end). On a CPU and in checked mode all that is known has to be, unless torch traces.
 
-    of: whose rows these are
+    rows_of: the argument whose rows these are
     """
     inside = known & (x >= 0) & (x < end)
     if not tracing() and (x.device.type == "cpu" or env.checked()) and not torch.equal(inside, known):
         at = tuple((known & ~inside).nonzero()[0].tolist())
-        raise ValueError(f"{want}, got {int(x[at])} for row {at[0]} of {of}")
+        raise ValueError(f"{want}, got {int(x[at])} for row {at[0]} of {rows_of}")
     return inside

@@ -114,10 +114,10 @@ def check_lists(call: Any, of: str = "") -> None:
 
 def _check_listed_pages(call: Any, used: Tensor, of: str) -> None:
     (pages, size), request = call.ckv.shape[:2], _request_of_rows(call)[:, None]
-    seen = (used >= 0) & (request >= 0)
-    if seen.any():
-        ids = call.page_table.to(torch.int64)[request.clamp(min=0), torch.where(seen, used, 0) // size]
-        wrong = seen & ((ids < 0) | (ids >= pages))
+    valid = (used >= 0) & (request >= 0)
+    if valid.any():
+        ids = call.page_table.to(torch.int64)[request.clamp(min=0), torch.where(valid, used, 0) // size]
+        wrong = valid & ((ids < 0) | (ids >= pages))
         _raise_first(f"{of}page_table", f"page ids in [0, {pages}) for listed keys", ids, wrong)
 
 

@@ -203,8 +203,8 @@ class PagedBackend(AttentionBackend):
 
 def refuse_call(batch: Any, more: dict[str, Any]) -> None:
     """What a call may ask for that would change who sees what."""
-    given = {**more, **{name: getattr(batch, name) for name in ("encoder_lens", "mha_return_lse")}}
-    asked = [name for name, x in given.items() if x is not None and x is not False]
+    options = {**more, **{name: getattr(batch, name) for name in ("encoder_lens", "mha_return_lse")}}
+    asked = [name for name, x in options.items() if x is not None and x is not False]
     if asked:
         raise NotImplementedError(f"tersekv has no {', '.join(asked)}")
 
