@@ -18,6 +18,9 @@ os.environ.update(SGLANG_USE_CPU_ENGINE="1", TOKENIZERS_PARALLELISM="false", TOR
 import torch
 from stand_in import stand_in
 
+# A forked process makes PyTorch's thread pool anew, which fails where the threads that load weights do it at once.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
+
 stand_in("sgl_kernel")
 # torchvision's own operators are made for CUDA; it names two of them when it is imported.
 _library = torch.library.Library("torchvision", "FRAGMENT")
