@@ -413,3 +413,19 @@ def test_an_output_that_begins_at_an_argument_is_found_after_like_calls_that_did
     with pytest.raises(ValueError, match="out: want memory of its own, got a tensor that begins where v does"):
         tersekv.prefill(q, LAYER, **given, k=rows[0], v=rows[1], out=rows[1])
     assert len(bound.calls) == count
+
+
+def test_an_output_over_another_argument_is_found_after_calls_with_as_many_addresses(bound):
+    q, rows, given = query(4), torch.randn(2, 4, 2, 32).to(BF), indices(1) | {"cu_seqlens_q": torch.tensor([0, 4])}
+    q = q[:, :2]
+    for _ in range(3):
+        tersekv.prefill(q, LAYER, **given, k=rows[0], v=rows[0], out=torch.empty(4, 2, 32, dtype=BF))
+    count = len(bound.calls)
+    assert count == 2, "two arguments that begin at one address take the short way"
+    with pytest.raises(ValueError, match="out: want memory of its own, got a tensor that begins where v does"):
+        tersekv.prefill(q, LAYER, **given, k=rows[0], v=rows[1], out=rows[1])
+    assert len(bound.calls) == count
+    tersekv.prefill(q, LAYER, **given, k=rows[0], v=rows[1], out=torch.empty(4, 2, 32, dtype=BF))
+    assert len(bound.calls) == count, "addresses of their own are another pattern"
+    tersekv.prefill(q, LAYER, **given, k=rows[1], v=rows[1], out=torch.empty(4, 2, 32, dtype=BF))
+    assert len(bound.calls) == count + 1
