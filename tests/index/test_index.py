@@ -238,6 +238,15 @@ def test_ties_zeros_and_nan(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_negative_group_is_no_entry_of_a_list(backend):
+    scores, visible = torch.tensor([[1.0, 9.0]] * 4), torch.tensor([-1, -(2**31), 0, 2], dtype=torch.int32)
+    lens = torch.full((4,), 99, dtype=torch.int32)
+    got = tersekv.index_topk(scores, visible, 1, open_group=torch.tensor([True] * 4), out_lens=lens, backend=backend)
+    assert got.tolist() == [[-1, -1], [-1, -1], [0, -1], [1, 2]]
+    assert lens.tolist() == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_topk_of_random_rows_is_a_sort_s(backend):
     torch.manual_seed(3)
     for k in (1, 2, 511, 512, 2048):

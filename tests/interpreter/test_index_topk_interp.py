@@ -47,3 +47,12 @@ def test_rows_go_in_parts_where_their_candidates_do_not_fit(monkeypatch):
     scores, visible = torch.randn(5, 10000), torch.tensor([10000, 7, 9000, 0, 4097])
     got = tersekv.index_topk(scores, visible, 100, backend="triton")
     assert torch.equal(got, tersekv.index_topk(scores, visible, 100, backend="torch"))
+
+
+def test_a_negative_group_is_no_entry_of_a_list():
+    scores, visible = torch.tensor([[1.0, 9.0]] * 4), torch.tensor([-1, -(2**31), 0, 2], dtype=torch.int32)
+    lens = torch.full((4,), 99, dtype=torch.int32)
+    is_open = torch.tensor([True] * 4)
+    got = tersekv.index_topk(scores, visible, 1, open_group=is_open, out_lens=lens, backend="triton")
+    assert got.tolist() == [[-1, -1], [-1, -1], [0, -1], [1, 2]]
+    assert lens.tolist() == [0, 0, 1, 2]

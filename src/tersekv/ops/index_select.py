@@ -106,7 +106,8 @@ def index_topk(
                      counts from starts; not with open_group
         k:           how many are taken
         keep_first, keep_last:  so many visible columns are taken before all others; if both are more than k, the last
-        open_group:  [T] bool: column visible[t] is appended where it is true, and the result has k + 1 columns
+        open_group:  [T] bool: column visible[t] is appended where it is true, unless negative; the result has
+                     k + 1 columns
         out:         [T, k] or [T, Hi, k] int32 to write into
         out_lens:    [T] or [T, Hi] int32 to write into: how many of them were taken
 

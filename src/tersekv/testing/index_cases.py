@@ -98,6 +98,7 @@ def _index_topk(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="kept", keep_first=3, keep_last=4, top=6, whole=True, index="uint32"),
         replace(base, name="more kept than k", keep_first=9, keep_last=20, special=True),
         replace(base, name="open groups of heads", open_group=True, each=True, heads=3, top=5),
+        replace(base, name="negative groups", open_group=True, lens=(-1, 0, -9, 8, 300, -1, 3, -2, 5)),
         replace(base, name="k 1 width 60 no lens", top=1, width=60, lse=False),
         replace(base, name="no rows", lens=()),
         replace(

@@ -110,7 +110,7 @@ def index_topk(call: IndexTopkCall) -> None:
         row = call.scores[t].reshape(-1, call.scores.shape[-1])
         for h, scores in enumerate(row.tolist()):
             taken = best(scores[max(starts[t], 0) : seen], call)
-            _write(call, t, h, taken + ([n] if is_open is not None and is_open[t] else []))
+            _write(call, t, h, taken + ([n] if is_open is not None and is_open[t] and n >= 0 else []))
 
 
 def best(scores: list[float], call: Any) -> list[int]:

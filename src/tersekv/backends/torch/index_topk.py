@@ -28,9 +28,9 @@ def run(call: Any, config: None) -> None:
         column = starts[:, None] + torch.arange(width, device=scores.device)  # the rest is not visible
         column = column.clamp(max=width - 1).view(-1, *[1] * (scores.dim() - 2), width)
         scores, visible = scores.gather(-1, column.expand_as(scores)), (visible - starts).clamp(min=0)
-    store_ascending_topk_columns_and_counts(
-        call, scores, visible, call.visible.to(torch.int64), call.open_group, call.out, call.out_lens
-    )
+    group = call.visible.to(torch.int64)
+    m_append = None if call.open_group is None else call.open_group & (group >= 0)  # negative: padding
+    store_ascending_topk_columns_and_counts(call, scores, visible, group, m_append, call.out, call.out_lens)
 
 
 def store_ascending_topk_columns_and_counts(

@@ -184,7 +184,7 @@ def num_visible_open_group_is_open_first_column(
         group = tl.load(VISIBLE + i_row).to(tl.int64)
         columns, is_open = group, group < 0
         if OPEN_GROUP is not None:
-            is_open = tl.load(OPEN_GROUP + i_row) != 0
+            is_open = (tl.load(OPEN_GROUP + i_row) != 0) & (group >= 0)  # negative: padding
     else:
         position = positions_of_request_rows_else_minus_1(SEQ_LENS, CU_SEQLENS_Q, B, i_request, i_row.to(tl.int64), cfg)
         group = (position + 1) // cfg.RATIO
