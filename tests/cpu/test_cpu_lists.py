@@ -166,16 +166,16 @@ def complaint(function, *args, **options):
 
 
 WRONG = {
-    "slot": (None, [[3, -1, 2560]], None),
-    "slot of the second set": (None, [[3, -1, 2559]], [[256, 1]]),
-    "position": (3000, [[3, 2999, -1]], None),
-    "page": (200, [[3, 199, 100]], None),
+    "slot": (None, [[3, -1, 2560]], None, "2560 at [1, 2]"),
+    "slot of the second set": (None, [[3, -1, 2559]], [[256, 1]], "256 at [1, 0]"),
+    "position": (3000, [[3, 2999, -1]], None, "2999 at [1, 1]"),
+    "page": (200, [[3, 199, 100]], None, "99 at [1, 3]"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_entries_are_refused_in_the_oracles_words_and_nothing_is_written(what):
-    length, first, second = WRONG[what]
+    length, first, second, got = WRONG[what]
     layer, other, q = filled("bf16"), filled("fp8_v4", pages=4), torch.randn(3, 4, 512)
     table = torch.arange(PAGES, dtype=I32).expand(3, -1).clone()
     table[:, 1:4] = 99 if what == "page" else table[:, 1:4]
@@ -187,19 +187,24 @@ def test_wrong_entries_are_refused_in_the_oracles_words_and_nothing_is_written(w
         told.append(complaint(tersekv.mla_decode, q, layer, *where, indices=lists, extra=extra, softmax_scale=1.0,
                               out=out, backend=backend))  # fmt: skip
     assert told[0] == told[1]
+    assert told[0].endswith(f", got {got}")
     assert (out == 7.0).all()
 
 
-def test_wrong_blocks_of_a_head_are_refused_in_the_oracles_words():
+@pytest.mark.parametrize("page", [None, 9999])
+def test_wrong_blocks_of_a_head_are_refused_in_the_oracles_words(page):
     case = kv_case("bf16", [900], heads=2, head_dim=64)
-    lists = torch.tensor([[[0, 1], [-1, 30]]])
+    lists, table, column = torch.tensor([[[0, 1], [-1, 30]]]), case.page_table.clone(), 2 * 64 // case.layer.page_size
+    if page is not None:
+        lists[0, 1, 1], table[0, column] = 2, page
     told = [
-        complaint(tersekv.decode, torch.randn(1, 4, 64), case.layer, case.page_table, torch.tensor([5000]),
+        complaint(tersekv.decode, torch.randn(1, 4, 64), case.layer, table, torch.tensor([5000]),
                   indices=lists, block_size=64, backend=backend)
         for backend in ("cpu", "torch")
     ]  # fmt: skip
     assert told[0] == told[1]
-    assert "got " in told[0]
+    assert told[0].startswith("indices: " if page is None else "page_table: ")
+    assert page is None or told[0].endswith(f" for listed keys, got {page} at [0, {column}]")
 
 
 @pytest.mark.parametrize("op", ["mla_append", "mla_decode"])

@@ -164,7 +164,7 @@ def test_checked_mode_finds_wrong_entries(extra, message, monkeypatch):
 def test_checked_mode_finds_wrong_pages_where_backends_read_nothing(monkeypatch):
     monkeypatch.setenv("TERSEKV_CHECKED", "1")
     monkeypatch.setattr(key_lists, "may_read", lambda x: False)
-    lists, table = torch.tensor([[40, -1], [-1, 17]]), TABLE.clone()
+    lists, table = torch.tensor([[40, -1], [17, -1]]), TABLE.clone()
     attend(filled(), SLOTS, Selected(filled(), lists, table), backend="torch")
     table[1, 1] = 5
     with pytest.raises(

@@ -116,9 +116,13 @@ def _check_listed_pages(call: Any, used: Tensor, of: str) -> None:
     (pages, size), request = call.ckv.shape[:2], _request_of_rows(call)[:, None]
     valid = (used >= 0) & (request >= 0)
     if valid.any():
-        ids = call.page_table.to(torch.int64)[request.clamp(min=0), torch.where(valid, used, 0) // size]
+        column = torch.where(valid, used, 0) // size
+        ids = call.page_table.to(torch.int64)[request.clamp(min=0), column]
         wrong = valid & ((ids < 0) | (ids >= pages))
-        _raise_first(f"{of}page_table", f"page ids in [0, {pages}) for listed keys", ids, wrong)
+        if wrong.any():
+            b, j = (int(x.expand_as(wrong)[wrong][0]) for x in (request, column))
+            want = f"page ids in [0, {pages}) for listed keys"
+            raise ValueError(f"{of}page_table: want {want}, got {int(ids[wrong][0])} at [{b}, {j}]")
 
 
 def _check_positions(call: Any, used: Tensor) -> None:

@@ -66,9 +66,10 @@ def listed_keys(call: Any, num_pages: int, page_size: int, error_name_prefix: st
     page = torch.where(visible, table[request, column.clamp(max=table.shape[1] - 1)], 0)
     if may_read(page):
         wrong = visible & ((page < 0) | (page >= num_pages))
-        _raise_at_first_wrong(
-            f"{error_name_prefix}page_table", f"page ids in [0, {num_pages}) for listed keys", page, wrong
-        )
+        if wrong.any():
+            b, j, got = (int(x.expand_as(wrong)[wrong][0]) for x in (request, column, page))
+            want = f"page ids in [0, {num_pages}) for listed keys"
+            raise ValueError(f"{error_name_prefix}page_table: want {want}, got {got} at [{b}, {j}]")
     return ListedKeys(page, position % page_size, visible)
 
 

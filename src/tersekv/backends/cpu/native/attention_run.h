@@ -259,7 +259,8 @@ private:
         if (first_faulty_list < num_requests) {
             Request& r = requests[first_faulty_list];
             for (int64_t i = 0; i < c.num_sets && report.fault == NO_FAULT; i++) check_list_and_return_visible_end(r, i, report);
-            report.at[0] = r.row, report.at[1] = lists > 1 ? r.head : -1;
+            bool of_table = report.fault == LISTED_PAGE_OUTSIDE;
+            report.at[0] = of_table ? r.table_row : r.row, report.at[1] = lists > 1 && !of_table ? r.head : -1;
             return false;
         }
         for (int64_t i = 0; i < num_requests; i++)

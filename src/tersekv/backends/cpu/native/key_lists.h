@@ -72,9 +72,9 @@ struct KeyList {
             }
             keys = i * block + end - begin;
             for (int64_t column = column_of(begin); table != nullptr && column * set.page_size < end; column++) {
-                int64_t page = page_of(column), first = column * set.page_size > begin ? column * set.page_size : begin;
+                int64_t page = page_of(column);
                 if (page >= 0 && page < set.num_pages) continue;
-                return report = {LISTED_PAGE_OUTSIDE, 0, {set.num_pages, page}, {0, 0, i * block + first - begin}}, -1;
+                return report = {LISTED_PAGE_OUTSIDE, 0, {set.num_pages, page}, {0, 0, column}}, -1;
             }
         }
         return keys;
