@@ -160,7 +160,10 @@ OUT = torch.zeros(3, 4, dtype=I32)
     (top_k_page_table_transform, SLOTS, {"src_page_table": TABLE[:, :2]}, "src_page_table: want room for every"),
     (top_k_page_table_transform, SLOTS, {"row_to_batch": LENS}, "row_to_batch: want requests in [0, 3), got 40"),
     (top_k_page_table_transform, SLOTS, {"row_to_batch": LENS - 4}, "row_to_batch: want requests in [0, 3), got 36"),
-    (top_k_page_table_transform, SLOTS, {"page_table_row_starts": -LENS}, "src_page_table: want room for"),
+    (top_k_page_table_transform, SLOTS, {"page_table_row_starts": LENS - 3}, "src_page_table: want room for every"),
+    *((top_k_page_table_transform, SLOTS, {name: torch.tensor([0, start, 2])},
+       f"{name}: want entries of src_page_table in [0, 40), got {start} for row 1 of input")
+      for name, start in (("row_starts", -1), *(("page_table_row_starts", x) for x in (-1, -(2**63), 40, 2**63 - 1)))),
     (top_k_page_table_transform, SLOTS, {"out": OUT, "out_raw_indices": OUT}, "out_raw_indices: want memory of"),
 ])  # fmt: skip
 def test_wrong_arguments(function, given, wrong, message):

@@ -137,12 +137,13 @@ def top_k_page_table_transform(
     size = as_host_int("page_size", page_size, 1)
     if size & (size - 1):
         raise ValueError(f"page_size: want a power of two, got {page_size}")
+    starts_name = "page_table_row_starts"
     if page_table_row_starts is None:
         if size > 1 and row_starts is not None:
             raise ValueError("page_table_row_starts: want [T] beside row_starts and a page_size above 1, got None")
-        page_table_row_starts = row_starts
+        page_table_row_starts, starts_name = row_starts, "row_starts"
     batch = torch.arange(len(input), device=input.device) if row_to_batch is None else row_to_batch
-    for name, x in (("row_to_batch", batch), ("page_table_row_starts", page_table_row_starts)):
+    for name, x in (("row_to_batch", batch), (starts_name, page_table_row_starts)):
         if x is not None:
             _check_rows(name, x, input)
     if row_to_batch is None and len(src_page_table) != len(input):
@@ -153,10 +154,12 @@ def top_k_page_table_transform(
             raise ValueError("out_raw_indices: want memory of its own, got a tensor that begins where out does")
     local = _largest(("top_k_page_table_transform",), input, lengths, row_starts, out_raw_indices, k)
     entry, batch = local.clamp(min=0).long() // size, batch.long()[:, None].expand_as(local)
-    if page_table_row_starts is not None:
-        entry = entry + page_table_row_starts.long()[:, None]
     (requests, width), of = src_page_table.shape, "input"
     valid = where_inside(local >= 0, batch, requests, f"row_to_batch: want requests in [0, {requests})", of)
+    if page_table_row_starts is not None:
+        first, end = page_table_row_starts.long()[:, None].expand_as(local), max(width, 1)
+        valid = where_inside(valid, first, end, f"{starts_name}: want entries of src_page_table in [0, {end})", of)
+        entry = entry + first.where(valid, 0)
     valid = where_inside(valid, entry, width, f"src_page_table: want room for every entry, {width} of a row", of)
     if src_page_table.numel() == 0:  # there is nothing to look at, and no entry is valid
         src_page_table = src_page_table.new_zeros(1, 1)
