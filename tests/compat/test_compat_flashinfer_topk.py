@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -105,6 +107,52 @@ def test_index_tensors_of_other_dtypes(dtype):
         if lens is LENS:
             want = got
     assert all(map(torch.equal, got, want))
+
+
+FAR, END = 2**63 - 1, 2**31  # the largest int64, and the first number that int32 does not hold
+
+
+@pytest.mark.parametrize(("function", "given", "message"), [
+    (top_k_ragged_transform, {"offsets": [0, END - 2, 0]}, f"offsets: want results in [0, 2**31), got {END} for row 1"),
+    (top_k_ragged_transform, {"offsets": [0, 0, 2**32]}, f"offsets: want results in [0, 2**31), got {2**32} for row 2"),
+    (top_k_ragged_transform, {"offsets": [FAR, 0, 0]}, f"offsets: want results in [0, 2**31), got {FAR} for row 0"),
+    (top_k_ragged_transform, {"offsets": [0, -1, 0]}, "offsets: want results in [0, 2**31), got -1 for row 1"),
+    (top_k_page_table_transform, {"src_page_table": [[0], [END // 4], [0]], "page_size": 4},
+     f"src_page_table: want pages below {END // 4}, for int32 slots, got {END // 4} for row 1"),
+    (top_k_page_table_transform, {"src_page_table": [[0], [0], [2**62]], "page_size": 4},
+     f"src_page_table: want pages below {END // 4}, for int32 slots, got {2**62} for row 2"),
+    (top_k_page_table_transform, {"src_page_table": [[0, 1, 2], [END, 1, 2], [0, 1, 2]]},
+     f"src_page_table: want pages below {END}, for int32 slots, got {END} for row 1"),
+])  # fmt: skip
+def test_what_int32_does_not_hold_is_refused_or_left_out(function, given, message, monkeypatch):
+    name, numbers = next(iter(given.items()))
+    given = {"lengths": torch.tensor([4, 4, 4]), "k": 3} | given | {name: torch.tensor(numbers)}
+    x = torch.tensor([[3.0, 2.0, 1.0, 0.0]] * 3)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)} of input$"):
+        function(x, **given)
+    monkeypatch.setattr(_indexer, "tracing", lambda: True)  # as where nothing is read on the host
+    got = function(x, **given)
+    row = next(t for t in range(3) if f"row {t}" in message)
+    assert got[row, 2 if numbers[row] == END - 2 else 0] == -1
+    assert all(got[t].tolist() == [0, 1, 2] for t in range(3) if t != row)
+
+
+def test_results_up_to_the_largest_int32():
+    x, lengths = torch.tensor([[3.0, 2.0, 1.0, 0.0]]), torch.tensor([4])
+    last = [END - 3, END - 2, END - 1]
+    assert top_k_ragged_transform(x, torch.tensor([END - 3]), lengths, 3).tolist() == [last]
+    assert top_k_ragged_transform(x, torch.tensor([END - 3], dtype=torch.uint32), lengths, 3).tolist() == [last]
+    table = torch.tensor([[-5, END - 1, 7]])
+    assert top_k_page_table_transform(x, table, lengths, 3).tolist() == [[-1, END - 1, 7]]
+
+
+@pytest.mark.parametrize(("start", "length", "want"), [
+    (1, FAR, [1, 2]), (3, 2**32, [3, -1]), (-1, -FAR - 1, [-1, -1]), (FAR, FAR, [-1, -1]), (1, -1, [-1, -1]),
+])  # fmt: skip
+def test_a_length_that_no_row_has_does_not_wrap(start, length, want):
+    x, starts, lengths = torch.tensor([[9.0, 3.0, 2.0, 1.0]]), torch.tensor([start]), torch.tensor([length])
+    offsets = torch.tensor([start if want[0] >= 0 else 0])
+    assert top_k_ragged_transform(x, offsets, lengths, 2, row_starts=starts).tolist() == [want]
 
 
 @pytest.mark.skipif(library.why_no_library() is not None, reason="no native library here")

@@ -15,6 +15,7 @@ from ._adapt import as_host_int, dtype_name, index_tensor, tensor
 from ._indexer import take_largest, where_inside
 
 _NAMES = {"scores": "input", "visible": "lengths", "starts": "row_starts"}
+_END = 2**31  # the first number that results, int32, do not hold
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -87,7 +88,7 @@ def top_k_ragged_transform(
                 [100,  -1]], dtype=torch.int32)
 
         input:       [T, W] fp32; fp16 | bf16: copied to fp32
-        offsets:     [T]
+        offsets:     [T]; sums past int32 raise on a CPU and in checked mode, else they are −1
         lengths:     [T]  columns that each row sees, from row_starts on; more than W count as W
         row_starts:  [T]  default zeros: columns are counted from there
         deterministic, tie_break, dsa_graph_safe:  as `top_k`
@@ -98,7 +99,9 @@ def top_k_ragged_transform(
     _check(input, deterministic, tie_break, dsa_graph_safe)
     _check_rows("offsets", offsets, input)
     local = _largest(("top_k_ragged_transform",), input, lengths, row_starts, None, k)
-    return (local + offsets[:, None].to(torch.int32)).where(local >= 0, -1)
+    sums = local + offsets.long()[:, None]
+    valid = where_inside(local >= 0, sums, _END, "offsets: want results in [0, 2**31)", "input")
+    return sums.where(valid, -1).to(torch.int32)
 
 
 def top_k_page_table_transform(
@@ -124,7 +127,8 @@ def top_k_page_table_transform(
         tensor([[15,  5]], dtype=torch.int32)
 
         input, lengths, row_starts, deterministic, tie_break, dsa_graph_safe:  as `top_k_ragged_transform`
-        src_page_table:         [B, max_pages]; column c of a row is in entry page_table_row_starts + c // page_size
+        src_page_table:         [B, max_pages]; column c of a row is in entry page_table_row_starts + c // page_size; a
+                                negative page: −1. Slots past int32 raise on a CPU and in checked mode, else −1
         row_to_batch:           [T]  each row's request; default: row t is request t
         page_table_row_starts:  [T]  default row_starts, which beside a page_size above 1 needs it
         page_size:              a power of two
@@ -163,8 +167,10 @@ def top_k_page_table_transform(
     valid = where_inside(valid, entry, width, f"src_page_table: want room for every entry, {width} of a row", of)
     if src_page_table.numel() == 0:  # there is nothing to look at, and no entry is valid
         src_page_table = src_page_table.new_zeros(1, 1)
-    pages = src_page_table[batch.where(valid, 0), entry.where(valid, 0)].to(torch.int32)
-    slots = (pages * size + local % size).where(valid, -1)
+    pages, end = src_page_table[batch.where(valid, 0), entry.where(valid, 0)].long(), max(_END // size, 1)
+    want = f"src_page_table: want pages below {end}, for int32 slots"
+    valid = where_inside(valid & (pages >= 0), pages, end, want, of)
+    slots = (pages * size + local % size).where(valid, -1).to(torch.int32)
     return slots if out is None else out.copy_(slots)
 
 
@@ -181,7 +187,7 @@ def _largest(
     ends = lengths
     if starts is not None:
         _check_rows("row_starts", starts, input)
-        ends = starts.long() + ends.long()
+        ends = starts.long() + ends.long().clamp(0, input.shape[1])
     take_largest(_NAMES, options, input.float(), ends, starts, out, k)
     return out
 
