@@ -337,13 +337,21 @@ def check_refused_latent_queries() -> None:
     for error, words, query in (
         (ValueError, "q_pe: want", (a, b[:1])),
         (ValueError, "q_pe: want", (a, b.half())),
-        (ValueError, "q: want [T, H, 128 + 32], got rows of 128", (a, None)),
+        (ValueError, "q: want [T, H, 128 + 32], got rows of 128", a),
+        (ValueError, "q_pe: want a tensor for a cache with a rotary part, got None", (a, None)),
+        (ValueError, "q_nope: want [T, H, 128], got rows of 160", (q, None)),
+        (ValueError, "q_nope: want [T, H, 128], got rows of 32", (b, a)),
+        (ValueError, "q_nope: want [T, H, 128], got rows of 96", (q[:0, :, :96], q[:0, :, 96:])),
+        (ValueError, "q_pe: want [T, H, 32], got rows of 64", (a, q[..., :64])),
         (TypeError, "q: want Tensor or (q_nope, q_pe)", (a, b, b)),
         (TypeError, "q: want Tensor or (q_nope, q_pe)", (q,)),
     ):
         with pytest.raises(error) as caught:
             ContextParallel(interleave=SIZE).mla_decode(query, layer, table, p.seq_lens, softmax_scale=0.1)
         assert words in str(caught.value), str(caught.value)
+    without = tersekv.PagedLatentLayer.of(layer.ckv, kv_lora_rank=LATENT)
+    with pytest.raises(ValueError, match=r"q_pe: want \[T, H, 0\], got rows of 32"):
+        ContextParallel(interleave=SIZE).mla_decode((a, b), without, table, p.seq_lens, softmax_scale=0.1)
 
 
 def check_refusals() -> None:

@@ -201,16 +201,15 @@ class ContextParallel:
                 max_q_len=max_q_len, out=out, out_dtype=out_dtype, lse=lse, return_lse=return_lse,
             )  # fmt: skip
         rows, limit = len(given[0]), self._check_requests(given[0], page_table, seq_lens, cu_seqlens_q, max_q_len)
-
-        width, rank, rope = sum(part.shape[2] for part in given), c.kv_lora_rank, c.qk_rope_head_dim
-        require(width == rank + rope, "q", f"[T, H, {rank} + {rope}]", f"rows of {width}")
+        _check_widths(given, isinstance(q, Tensor), c)
 
         def attend(parts: Parts, out: Tensor, lse: Tensor) -> None:
             x = plain or local_rows(self.deal, rows, page_table, seq_lens, cu_seqlens_q, limit)
             all_q = parts()
             local(all_q[0] if len(all_q) == 1 else (all_q[0], all_q[1]), c, x.page_table, x.seq_lens, out=out, lse=lse)
 
-        return self.exchange.run(given, rank, attend, None, out, out_dtype, lse, return_lse, backend, plain is None)
+        dv = c.kv_lora_rank
+        return self.exchange.run(given, dv, attend, None, out, out_dtype, lse, return_lse, backend, plain is None)
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -290,3 +289,15 @@ def _query_parts(q: Tensor | tuple[Tensor, Tensor | None]) -> list[Tensor]:
     got = f"{list(q_pe.shape)} {dtype_name(q_pe.dtype)}"
     require((t, heads, kind) == (*q_pe.shape[:2], q_pe.dtype), "q_pe", f"[{t}, {heads}, R] {dtype_name(kind)}", got)
     return [q_nope, q_pe]
+
+
+def _check_widths(parts: list[Tensor], joined: bool, c: PagedLatentLayer) -> None:
+    """Raise unless the parts of a latent query are as wide as those of the cache's rows."""
+    rank, rope = c.kv_lora_rank, c.qk_rope_head_dim
+    width = parts[0].shape[2]
+    if joined:
+        require(width == rank + rope, "q", f"[T, H, {rank} + {rope}]", f"rows of {width}")
+        return
+    require(width == rank, "q_nope", f"[T, H, {rank}]", f"rows of {width}")
+    require(len(parts) == 2 or rope == 0, "q_pe", "a tensor for a cache with a rotary part", None)
+    require(len(parts) == 1 or parts[1].shape[2] == rope, "q_pe", f"[T, H, {rope}]", f"rows of {parts[-1].shape[2]}")
