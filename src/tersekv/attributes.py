@@ -43,6 +43,7 @@ _SIGNS = bin(
     0x1B09ACEA68DAC010136BC22651C2AFED681D125528223F5D51219D04C05C2045F << 256
     | 0xCC3876B2D3E395155BB8A9D89ACDC019769E1C0C700464B36E2405939D35B951
 )[3:]
+MAX_BLOCK = len(_SIGNS)  # columns that are rotated together
 _SMALLEST = 1e-3  # of a channel scale, before a head's are normalised
 _F32 = (torch.float32,)
 
@@ -55,8 +56,8 @@ def block_of(dim: int) -> int:
 def signs(dim: int, device: torch.device | None = None) -> Tensor:
     """[b] fp32, ±1: the signs of a rotation of rows of `dim`, the same at every call. They are vLLM's."""
     block = block_of(dim)
-    if block > len(_SIGNS):
-        raise ValueError(f"rotation: want heads in blocks of at most {len(_SIGNS)} columns, got {block} of {dim}")
+    if block > MAX_BLOCK:
+        raise ValueError(f"rotation: want heads in blocks of at most {MAX_BLOCK} columns, got {block} of {dim}")
     drawn = [1.0 if bit == "1" else -1.0 for bit in _SIGNS[:block]]
     return torch.tensor(drawn, dtype=torch.float32, device=device or torch.get_default_device())
 

@@ -255,9 +255,13 @@ def test_int4_wants_its_mode_said_and_heads_of_a_power_of_2():
     for mode in (4, KVQuantMode.INT4_PER_TOKEN_HEAD, "int4_per_token_head"):
         vllm.triton_reshape_and_cache_flash_per_token_head_quant(*call, mode)
     assert cache.any()
-    odd = rows(BF16, 24)
-    with pytest.raises(ValueError, match=r"^key: want a head_dim that is a power of 2 .*got 24$"):
-        vllm.triton_reshape_and_cache_flash_per_token_head_quant(odd, key, *call[2:], 4)
+    for dim in (24, 1024):
+        odd = rows(BF16, dim)
+        for name, pair in (("key", (odd, key)), ("value", (key, odd))):
+            with pytest.raises(
+                ValueError, match=rf"^{name}: want a head_dim that is a power of 2 up to 512 .*got {dim}$"
+            ):
+                vllm.triton_reshape_and_cache_flash_per_token_head_quant(*pair, *call[2:], 4)
     with pytest.raises(ValueError, match=r"^value_cache: want .*8 or more"):
         vllm.triton_reshape_and_cache_flash_per_token_head_quant(*call[:3], cache[..., :4], *call[4:], 4)
 

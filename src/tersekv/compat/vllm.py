@@ -100,8 +100,8 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
                                        uint8, which is not int4's alone
 
     int8 codes round half away from zero. int4 rows are rotated first, as vLLM's readers expect, by fp32 butterflies and
-    one rounding to their dtype; D and Dv are powers of 2. Their range is not widened to hold 0, so that a row whose
-    rotated values have one sign loses them, as it does there: bytes are vLLM's.
+    one rounding to their dtype; D and Dv are powers of 2 up to 512. Their range is not widened to hold 0, so that a row
+    whose rotated values have one sign loses them, as it does there: bytes are vLLM's.
 
     Raises ValueError that lists the supported cache dtypes, and ValueError or TypeError for other bad arguments.
     """
