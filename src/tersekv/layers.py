@@ -67,7 +67,7 @@ class PagedKVLayer:
     v_channel_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        k, v = kv_pair("format", self.format)
+        k, v = (x if isinstance(x, str) else kv_format(x).name for x in kv_pair("format", self.format))
         object.__setattr__(self, "format", k if k == v else (k, v))
 
     def __reduce__(self) -> tuple:

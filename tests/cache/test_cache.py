@@ -224,6 +224,13 @@ def test_a_cache_is_printed_in_one_line_without_values():
 
 
 WRONG = [
+    *(
+        (
+            lambda pair=pair: PagedKVLayer(*torch.zeros(2, 1, 1, 1, 8, dtype=BF), format=pair),
+            f"format: want one of {', '.join(KV_FORMATS)} for K/V caches, got {wrong!r}",
+        )
+        for pair, wrong in ((None, None), (3, 3), (("bf16", None), None), ((torch.bfloat16, "bf16"), torch.bfloat16))
+    ),
     (lambda: PagedKVCache.allocate(1, 2, 0, 1, 16, format="bf16"), "page_size: want a positive number, got 0"),
     (
         lambda: PagedKVCache.allocate(1, 2, 4, 1, 12, format="bf16"),
