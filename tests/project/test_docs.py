@@ -19,6 +19,7 @@ from script import script
 from tersekv import KV_FORMATS
 from tersekv.cli import main as cli
 from tersekv.compat import deep_gemm, flash_mla, flashinfer, max, vllm
+from tersekv.testing.cases import OPS
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -105,7 +106,7 @@ def test_enough_examples_run():
     for stem in ("README", "index", "choosing", "concepts", "operations", "scales", "context_parallel", "migration"):
         assert pages[stem], stem
     named = "\n".join(pages["operations"])
-    for op in ("append", "rope_append", "decode", "prefill", "mla_append", "mla_decode", "mla_prefill", "merge_states"):
+    for op in OPS:
         assert f"tersekv.{op}(" in named, op
 
 
