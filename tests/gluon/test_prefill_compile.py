@@ -177,6 +177,28 @@ def test_fast_does_not_multiply_wide_values_in_8_bits():
     assert (cfg.FP8_QK, cfg.FP8_PV, cfg.CODE_STAGES) == (True, False, 2)
 
 
+@pytest.mark.parametrize(("head_dim", "precision", "fp8_qk"), [
+    (128, "exact", True), (192, "exact", False), (256, "exact", False), (512, "exact", False), (256, "fast", True),
+    (512, "fast", True),
+])  # fmt: skip
+def test_sums_of_8_bit_products_have_four_steps_unless_precision_is_fast(head_dim, precision, fp8_qk):
+    """Hopper keeps about 14 bits of them."""
+    call = call_of("fp8_e4m3", head_dim=head_dim, heads=2, dtype=torch.float8_e4m3fn, precision=precision)
+    assert attention.why_not(facts_of(call)) is None
+    assert fp8_qk == make_prefill_config(facts_of(call)).FP8_QK
+
+
+def test_a_wide_e4m3_query_becomes_16_bits():
+    call = call_of("fp8_e4m3", head_dim=256, heads=2, dtype=torch.float8_e4m3fn)
+    (k,) = compile_launches(attention.run, call, attention.configure(facts_of(call)), 90)
+    assert k["shared"] <= SHARED
+    assert "QGMMA" not in k["sass"]()
+    (bf16,) = compile_launches(
+        attention.run, (c := call_of("fp8_e4m3", head_dim=256, heads=2)), attention.configure(facts_of(c)), 90
+    )
+    assert k["n_spills"] <= bf16["n_spills"]
+
+
 def test_a_turned_query_is_no_code_and_bf16_keys_leave_it_to_triton():
     call = turned(call_of("fp8_e4m3", dtype=torch.float8_e4m3fn, precision="fast"))
     assert attention.why_not(facts_of(call)) is None

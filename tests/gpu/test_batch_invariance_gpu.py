@@ -60,6 +60,25 @@ def test_keys_and_values(format, op, q_lens, page):
     check(op, layer, torch.randn(sum(q_lens), 16, 128, device="cuda").bfloat16(), page, q_lens)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_long_prefill_repeats_its_bits_beside_other_work(format):
+    """Other work changes when a warp runs, not what it computes."""
+    layer = PagedKVCache.allocate(1, 1563, 64, 4, 128, format=format, device="cuda")[0]
+    for codes, scales in ((layer.k, layer.k_scale_cache), (layer.v, layer.v_scale_cache)):
+        data.fill(codes, scales, kv_format(format))
+    q = torch.randn(900, 16, 128, device="cuda").bfloat16()
+    lens, tables = torch.tensor([100000], device="cuda").int(), torch.randperm(1563, device="cuda").int()[None]
+    other, stream = torch.randn(4096, 4096, device="cuda").bfloat16(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for _ in range(400):
+            torch.mm(other, other)
+    got = [attend("prefill", layer, q, tables, lens, [900]) for _ in range(12)]
+    for out, lse in got[1:]:
+        assert torch.equal(as_bytes(out), as_bytes(got[0][0]))
+        assert torch.equal(as_bytes(lse), as_bytes(got[0][1]))
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("q_lens", [ONE, DRAFTS], ids=["one row", "drafts"])
 @pytest.mark.parametrize("format", ["bf16", "fp8_e4m3", "fp8_ds_mla"])

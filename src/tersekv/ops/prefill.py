@@ -71,7 +71,8 @@ def prefill(
         lse:            [T, Hq] fp32 to write into; return_lse returns it too; natural log, sinks included
         precision:      "exact"; "fast" is a permission: a backend may then hold probabilities in 8 bits where
                         arithmetic is the bound (about 2.5e-2 relative norm). Hopper's does for e4m3 queries over an
-                        fp8_e4m3 cache with heads up to 128, without `k` and `v`; all else is computed exactly
+                        fp8_e4m3 cache with heads up to 128, without `k` and `v`; with wider heads QK runs in 8
+                        bits; all else is computed exactly
         batch_invariant:  a request's bits do not depend on the other requests: its keys are split by its own length
                         alone. On one device and backend, for equal sizes, strides and options; docs/serving.md has
                         the cost. "prefill": nor on the rows beside it: a token has the same bits through `decode` and
