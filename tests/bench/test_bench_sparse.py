@@ -76,4 +76,5 @@ def test_flashmla_is_judged_beside_ours(monkeypatch):
     assert peer.us > 0
     assert plans[0] is None
     assert plans[-1] is not None
-    assert engine.run(SMALL, torch.device("cpu"), ["flashmla"]).peers == ()  # 9 entries are no list of its
+    for other in (SMALL, replace(case, requests=0, op="sparse_prefill")):  # 9 entries are no list of its
+        assert engine.run(other, torch.device("cpu"), ["flashmla"]).peers == ()

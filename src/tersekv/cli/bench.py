@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cells", type=words, default=(), metavar="CELLS",
         help="comma-separated: requests x tokens of the decodes such as 1x8192, new tokens of the others such as 2048, "
-        "of prefill also new tokens of all such as 512of8192",
+        "of prefill and the sparse ones also new tokens of all such as 512of8192",
     )  # fmt: skip
     parser.add_argument("--page-size", type=positive, help="default: 64, in some cells 16 too")
     parser.add_argument("--uneven", action="store_true", help="lengths uniform in [1, 2 × tokens] in every cell")
@@ -184,11 +184,11 @@ def idle_option(args: argparse.Namespace) -> str | None:
         if not idle and not takes_pairs and set(args.formats or ()) & set(PAIRS):
             return f"{mode}: want formats of both, got {', '.join(args.formats)}"
         return f"{mode}: want {', '.join(takes)} and --report beside it, got {', '.join(idle)}" if idle else None
-    decodes = {"decode", "mla_decode", "mla_decode_branch", "index", "sparse"}
-    having = {"x": decodes, "of": {"prefill"}, "": {*OPS} - decodes - {"host"}}
+    decodes, both = {"decode", "mla_decode", "mla_decode_branch", "index"}, {"sparse", "block_sparse"}
+    having = {"x": decodes | both, "of": {"prefill"} | both, "": {*OPS} - decodes - {"host"}}
     for cell in args.cells:
         if not having[parsed(cell)[0]].intersection(args.ops):
-            what = "decodes have requests x tokens, the others new tokens, prefill new tokens of all too"
+            what = "decodes have requests x tokens, the others new tokens, prefill new tokens of all too; sparse: all"
             return f"--cells {cell}: none of {', '.join(args.ops)} has such cells; {what}"
     return None
 

@@ -9,14 +9,17 @@ from dataclasses import asdict, dataclass, replace
 HEAD_DIM, RANK, ROPE, NOPE = 128, 512, 64, 128  # of a K/V head; of MLA's latent, rotary and non-rotary parts
 Q_HEADS, KV_HEADS = 32, 8
 INDEX_HEADS, INDEX_DIM, TOP = 64, 128, 2048  # of an indexer; how many keys it takes
-LISTED = 2048  # keys that a sparse model lists
+LISTED, BLOCK = 2048, 128  # keys that a sparse model lists, by tokens or by such blocks
+ONE_LIST, PER_HEAD, ALIKE_LISTS = "one list", "a list per head", "a list per head, alike"  # of a row
+ALIKE, NEIGHBOURS = 0.9, 64  # share of their entries that so many rows have in common, where lists are alike
 APPEND_FORMATS = ("fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head")
 DECODE_FORMATS = ("bf16", *APPEND_FORMATS)
 PAIRS = ("fp8_e4m3/int4_per_token_head", "int8_per_token_head/int4_per_token_head")  # K's and V's
 LATENT_FORMATS = ("bf16", "fp8_e4m3", "fp8_ds_mla")
+BLOCK_FORMATS = ("bf16", "fp8_e4m3", "int8_per_token_head")
 OPS = (
     "append", "rope_append", "mla_append", "decode", "prefill", "merge_states", "mla_decode", "mla_decode_branch",
-    "mla_prefill", "mla_project", "transcode", "index", "sparse", "host",
+    "mla_prefill", "mla_project", "transcode", "index", "sparse", "block_sparse", "host",
 )  # fmt: skip
 
 
@@ -43,7 +46,9 @@ class Case:
     total: int = 0  # of prefill: tokens of the request, the new ones included; 0: all are new
     rotated: bool = False  # of append, rope_append and transcode: rows of K and V become rotated
     source: str = ""  # of transcode: the format that is read
-    listed: int = 0  # of sparse: keys of each list
+    listed: int = 0  # of the sparse ones: keys of each list
+    block: int = 1  # tokens that an entry of a list stands for
+    lists: str = ""  # of blocks: ONE_LIST, PER_HEAD or ALIKE_LISTS
 
     @property
     def cell(self) -> str:
@@ -58,8 +63,17 @@ class Case:
     @property
     def sizes(self) -> tuple[str, ...]:
         """What the cell does not say of the shape, in words."""
-        listed = (f"{self.listed} listed",) if self.listed else ()
+        listed = [f"{self.listed} listed"] if self.listed else []
+        if self.block > 1:
+            listed = [f"{self.listed // self.block} blocks of {self.block}", self.lists]
         return f"H {self.heads}", f"page {self.page}", *listed
+
+    @property
+    def dense(self) -> Case | None:
+        """Of a decode over lists of blocks: the decode over as many keys in order."""
+        if self.op != "block_decode":
+            return None
+        return replace(self, op="decode", tokens=min(self.listed, self.tokens), listed=0, block=1, lists="")
 
     @property
     def id(self) -> str:
@@ -78,7 +92,7 @@ class Case:
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """The cells of a grid: (requests, tokens) of the decodes, (new tokens, all or 0) of prefill, (tokens, heads) of MLA
-    prefill, tokens of the others."""
+    prefill, tokens of the others. `sparse` and `sparse_prefill` are of lists of tokens and of blocks."""
 
     decode: tuple[tuple[int, int], ...]
     extra: tuple[tuple[int, int], ...]  # decode cells that are also timed with pages of 16 and with unequal lengths
@@ -91,6 +105,7 @@ class Sizes:
     index: tuple[tuple[int, int], ...]
     host: tuple[int, int] | None  # (requests, tokens) of the eager calls; None: host and device are one
     sparse: tuple[tuple[int, int], ...] = ()
+    sparse_prefill: tuple[tuple[int, int], ...] = ()
     sparse_heads: tuple[int, ...] = (16,)
 
 
@@ -107,19 +122,20 @@ GPU = Sizes(
     index=tuple((b, n * _K) for b in (1, 8, 32, 64) for n in (4, 16, 64)),
     host=(4, 256),
     sparse=tuple((b, 8 * _K) for b in (1, 8, 32, 128)),
+    sparse_prefill=((_K, 32 * _K), (8 * _K, 32 * _K)),
     sparse_heads=(16, 64, 128),
 )
 GPU_QUICK = Sizes(
     decode=((1, 8 * _K), (64, 8 * _K)), extra=(), mla=((16, 8 * _K),), mla_heads=(16, 128),
     branch=((1, 4 * _K),), append=(32, 2048), prefill=((8 * _K, 0),), mla_prefill=((4096, 128),),
     index=((64, 64 * _K),),
-    host=(4, 256), sparse=((32, 8 * _K),), sparse_heads=(16, 128),
+    host=(4, 256), sparse=((32, 8 * _K),), sparse_prefill=((8 * _K, 32 * _K),), sparse_heads=(16, 128),
 )  # fmt: skip
 CPU = Sizes(
     decode=((1, 4 * _K), (4, _K)), extra=(), mla=((1, 2 * _K),), mla_heads=(16,), branch=((1, _K),),
     append=(32, 256), prefill=((512, 0), (64, 2 * _K)), mla_prefill=((128, 4),),
     index=((1, 4 * _K), (4, 16 * _K)),
-    host=None, sparse=((1, 4 * _K),),
+    host=None, sparse=((1, 4 * _K),), sparse_prefill=((32, 4 * _K),),
 )  # fmt: skip
 CPU_QUICK = Sizes(
     decode=((1, 512),),
@@ -132,7 +148,8 @@ CPU_QUICK = Sizes(
     mla_prefill=((64, 1),),
     index=((1, 4 * _K),),
     host=None,
-    sparse=((1, 512),),
+    sparse=((1, 4 * _K),),
+    sparse_prefill=((16, 4 * _K),),
 )
 
 
@@ -158,7 +175,7 @@ def parsed(cell: str) -> tuple[str, int, int]:
 
 def with_cells(s: Sizes, cells: Sequence[str]) -> Sizes:
     """`s` with the cells named: "BxL" replaces those of the decodes, "NofL" those of prefill, and a plain number the
-    tokens of all but the decodes.
+    tokens of all but the decodes. The sparse ones have both kinds of cells, and then none that are not named.
 
     Raises ValueError for no kind of cell.
     """
@@ -167,11 +184,12 @@ def with_cells(s: Sizes, cells: Sequence[str]) -> Sizes:
     prompts = tuple((new, 0 if kind == "" else total) for kind, new, total in found if kind != "x")
     if pairs:
         s = replace(
-            s, decode=pairs, mla=pairs, branch=pairs, index=pairs, sparse=pairs,
-            extra=tuple(p for p in s.extra if p in pairs),
-        )  # fmt: skip
+            s, decode=pairs, mla=pairs, branch=pairs, index=pairs, extra=tuple(p for p in s.extra if p in pairs)
+        )
     if prompts:
         s = replace(s, prefill=prompts)
+    if found:
+        s = replace(s, sparse=pairs, sparse_prefill=prompts)
     if counts:
         heads = tuple(dict.fromkeys(h for _, h in s.mla_prefill))
         s = replace(s, append=tuple(counts), mla_prefill=tuple((n, h) for n in counts for h in heads))
@@ -299,6 +317,20 @@ def _sparse(s: Sizes) -> Iterator[Case]:
     for heads in s.sparse_heads:
         for b, n in s.sparse:
             yield from (Case("sparse", name, b, n, heads=heads, listed=LISTED) for name in LATENT_FORMATS)
+        for n, total in s.sparse_prefill:
+            row = Case("sparse_prefill", "", 0, n, heads=heads, total=total, listed=LISTED)
+            yield from (replace(row, format=name) for name in LATENT_FORMATS)
+
+
+def _block_sparse(s: Sizes) -> Iterator[Case]:
+    """Decodes beside the dense one over as many keys, and prefills."""
+    for name in BLOCK_FORMATS:
+        for b, n in s.sparse:
+            case = Case("block_decode", name, b, n, listed=LISTED, block=BLOCK, lists=PER_HEAD)
+            yield from (case.dense or case, case, replace(case, lists=ONE_LIST))
+        for n, total in s.sparse_prefill:
+            case = Case("block_prefill", name, 0, n, total=total, listed=LISTED, block=BLOCK, lists=PER_HEAD)
+            yield from (case, replace(case, lists=ALIKE_LISTS))
 
 
 def _host(s: Sizes) -> Iterator[Case]:
@@ -377,5 +409,6 @@ _GRIDS = {
     "transcode": _transcode,
     "index": _index,
     "sparse": _sparse,
+    "block_sparse": _block_sparse,
     "host": _host,
 }

@@ -52,6 +52,8 @@ def rotations(device: torch.device, nbytes: float, most: int = 128) -> int:
 
 def lengths(case: Case) -> Tensor:
     """[B] tokens of each request, on the CPU; the same in every run."""
+    if not case.requests:
+        return torch.tensor([case.total or case.tokens], dtype=torch.int32)
     if not case.uneven:
         return torch.full((case.requests,), case.tokens, dtype=torch.int32)
     random = torch.Generator().manual_seed(case.requests)

@@ -44,11 +44,14 @@ class Paged:
         data.poison(self.out)
 
     def error(self, result: Any) -> float:
-        """Relative norm of the worst of a few requests; `result`: the output, if it is not in `out`."""
+        """Relative norm of the worst of a few rows; `result`: the output, if it is not in `out`."""
         out = result.view_as(self.out) if isinstance(result, Tensor) else self.out
+        return max(data.relative(out[t], self.expected(t)) for t in self.samples())
+
+    def samples(self) -> set[int]:
+        """Rows to judge; of one a request."""
         last = len(self.host_lens) - 1
-        samples = {0, last // 2, last, int(self.host_lens.argmax())}
-        return max(data.relative(out[b], self.expected(b)) for b in samples)
+        return {0, last // 2, last, int(self.host_lens.argmax())}
 
     def expected(self, b: int) -> Tensor:
         raise NotImplementedError

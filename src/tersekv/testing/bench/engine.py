@@ -11,6 +11,7 @@ import torch
 from ...errors import UnsupportedError
 from . import compat, measure, peers
 from .append import Append
+from .block_sparse import BlockSparse
 from .cases import Case
 from .data import Problem
 from .decode import Branch, Decode, MLADecode
@@ -40,6 +41,9 @@ PROBLEMS: dict[str, Callable[[Case, torch.device, str | None], Problem]] = {
     "index_topk": IndexTopk,
     "index_select": IndexSelect,
     "sparse": Sparse,
+    "sparse_prefill": Sparse,
+    "block_decode": BlockSparse,
+    "block_prefill": BlockSparse,
     "shape": ShapeDecode,  # type: ignore[dict-item]
 }
 

@@ -36,7 +36,9 @@ def missing() -> str | None:
 
 
 def peers(problem: Problem) -> Iterator[Rival]:
-    if isinstance(problem, Sparse) and problem.format.name == "fp8_ds_mla" and not problem.lists.shape[1] % _STEP:
+    if not isinstance(problem, Sparse) or problem.format.name != "fp8_ds_mla" or problem.indices.shape[1] % _STEP:
+        return
+    if problem.case.requests and not problem.case.uneven:  # decodes whose lists are full
         heads = problem.q.shape[1]
         if heads <= _HEADS[-1]:
             yield Rival("flashmla", lambda: _sparse_decode(problem), lambda out: out[:, 0, :heads], _OF_ROUNDING)
@@ -49,7 +51,7 @@ def _sparse_decode(p: Sparse) -> list[Callable[[], Tensor]]:
     q = torch.nn.functional.pad(p.q, (0, 0, 0, padded - heads))[:, None]
     codes = layer.ckv.view(torch.float8_e4m3fn)
     records = codes.as_strided((*codes.shape[:2], 1, codes.stride(1)), (*codes.stride()[:2], codes.stride(1), 1))
-    listed = p.lists.long()
+    listed = p.indices.long()
 
     def call(table: Tensor) -> Callable[[], Tensor]:
         slots = (table.long().gather(1, listed // page) * page + listed % page).to(torch.int32)[:, None]

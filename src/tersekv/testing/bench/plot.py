@@ -23,7 +23,7 @@ _COLOURS = (
     "#aa4499",
     "#117733",
 )
-_MARKERS = {
+_MARKERS: dict[str, Any] = {
     "append": "^",
     "rope_append": "v",
     "mla_append": "<",
@@ -39,6 +39,9 @@ _MARKERS = {
     "index_topk": "p",
     "index_select": "H",
     "sparse": "8",
+    "sparse_prefill": (4, 1, 0),  # stars of so many points
+    "block_decode": (6, 1, 0),
+    "block_prefill": (8, 1, 0),
 }
 
 
@@ -89,8 +92,8 @@ def _panel(axes: Any, bound: str, here: Sequence[Result], limits: Limits, format
         if best is not None and best.us is not None and r.peers_format is None:
             axes.plot(_work(r, bound), best.us, "x", color="0.45", markersize=7, zorder=2, label="best peer")
         axes.plot(
-            _work(r, bound), r.us, _MARKERS[r.case.op], color=_colour(r.case.format, formats), markersize=6,
-            alpha=0.85, markeredgewidth=0, zorder=3,
+            _work(r, bound), r.us, marker=_MARKERS[r.case.op], linestyle="", color=_colour(r.case.format, formats),
+            markersize=6, alpha=0.85, markeredgewidth=0, zorder=3,
         )  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")

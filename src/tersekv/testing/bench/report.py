@@ -120,12 +120,14 @@ def summary(results: Sequence[Result], limits: Limits) -> Iterator[str]:
         if r.us is not None:
             more = ["host"] * r.case.host + ["batch invariant"] * r.case.batch_invariant + ["rotated"] * r.case.rotated
             more += [r.case.through] * bool(r.case.through) + [f"from {r.case.source}"] * bool(r.case.source)
+            more += [r.case.lists] * bool(r.case.lists)
             key = (r.case.verb, r.case.format, *more)
             groups[key].append(r)
+    width = max((len(" ".join(key)) for key in groups), default=0)
     if groups:
         yield "geometric means"
     for key, group in groups.items():
-        parts = [f"  {' '.join(key):<34} {counted(len(group), 'case'):>9}"]
+        parts = [f"  {' '.join(key):<{max(width, 34)}} {counted(len(group), 'case'):>9}"]
         shares = [s for r in group if (s := r.share(limits)) is not None]
         if shares:
             parts.append(f"{geometric_mean(shares):4.0%} of limit")
@@ -141,6 +143,7 @@ def summary(results: Sequence[Result], limits: Limits) -> Iterator[str]:
                 f"{option.replace('_', ' ')}: {geometric_mean(costs.values()):.3g}x the time of the same calls without "
                 f"it ({counted(len(costs), 'case')}), at most {costs[worst]:.3g}x: {worst}"
             )
+    yield from beside_dense(results)
     lost = list(losses(results))
     if lost:
         yield "slower than a peer"
@@ -157,6 +160,24 @@ def cost_of(option: str, results: Iterable[Result]) -> dict[str, float]:
     us = {r.case: r.us for r in results if r.us is not None and r.steady}
     plain = {case: us.get(replace(case, batch_invariant=False, rotated=False)) for case in us if getattr(case, option)}
     return {case.id: us[case] / x for case, x in plain.items() if x is not None}
+
+
+def beside_dense(results: Iterable[Result]) -> Iterator[str]:
+    """Of decodes over lists of blocks, by format and lists: keys per second over those of the dense decode."""
+    timed = {r.case: r for r in results if r.us is not None and r.steady and r.flops}
+    groups: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    for case, r in timed.items():
+        dense = timed.get(case.dense) if case.dense else None
+        if dense is not None:  # their FLOP are as their keys
+            groups[case.format, case.lists][case.id] = tflop_s(r) / tflop_s(dense)
+    if groups:
+        yield "keys per second over those of the dense decode over as many keys"
+    for (format, lists), shares in groups.items():
+        worst = min(shares, key=shares.__getitem__)
+        yield (
+            f"  {format:<19} {lists:<15}  {geometric_mean(shares.values()):.3g}x ({counted(len(shares), 'case')}), "
+            f"at least {shares[worst]:.3g}x: {worst}"
+        )
 
 
 def losses(results: Iterable[Result]) -> Iterator[Result]:
