@@ -36,30 +36,20 @@ def bind(config: Config, at: dict[str, int]) -> BoundLaunches | None:
     return portable.bind(config, at)
 
 
-def choose_combine_project_tile(tokens: int) -> CombineProjectTile:
-    return CombineProjectTile(1, 32) if tokens == 1 else CombineProjectTile(8, 4)
-
-
-def fuses_combine_and_projection(f: SimpleNamespace, combine_launches: list[KernelLaunch]) -> bool:
-    """Whether combine and projection are one launch, of a CTA for each head: these must be many, and tokens few.
-
-    On an H200, 2026-11-21, 128 heads, e4m3 weights, in a graph with cold caches and weights: 1 × 4K 24.4 → 24.2 µs, 1 ×
-    16K 35.4 → 34.6, 8 × 4K 52.1 → 51.1; but 16 × 4K 67.4 → 69.7, 1 × 4K with 16-bit weights 30.0 → 30.7. Several tokens
-    of a request were not measured.
-    """
-    tokens, heads, columns = f.out.shape
-    if f.w_uv_scale is None or columns != PROJECTED_COLUMNS.value or not combine_launches:
-        return False
-    return f.max_q_len == 1 and tokens <= _MAX_FUSED_TOKENS and heads >= _MIN_FUSED_HEADS
-
-
 def combine_and_project_launches(
     f: SimpleNamespace, facts_of_sub_ops: portable.SubOpFacts, decode_config: mla_decode.Config,
     combine_launches: list[KernelLaunch],
 ) -> list[KernelLaunch]:  # fmt: skip
-    if not fuses_combine_and_projection(f, combine_launches):
+    # One launch for both, of a CTA for each head, where these are many, and tokens few. On an H200, 2026-11-21, 128
+    # heads, e4m3 weights, in a graph with cold caches and weights: 1 × 4K 24.4 → 24.2 µs, 1 × 16K 35.4 → 34.6, 8 × 4K
+    # 52.1 → 51.1; but 16 × 4K 67.4 → 69.7, 1 × 4K with 16-bit weights 30.0 → 30.7. Several tokens of a request were not
+    # measured.
+    tokens, heads, columns = f.out.shape
+    takes_call = f.w_uv_scale is not None and columns == PROJECTED_COLUMNS.value and bool(combine_launches)
+    pays = f.max_q_len == 1 and tokens <= _MAX_FUSED_TOKENS and heads >= _MIN_FUSED_HEADS
+    if not (takes_call and pays):
         return portable.combine_then_project_launches(f, facts_of_sub_ops, decode_config, combine_launches)
-    (tokens, heads, _), tile = f.out.shape, choose_combine_project_tile(f.q.shape[0])
+    tile = CombineProjectTile(1, 32) if f.q.shape[0] == 1 else CombineProjectTile(8, 4)
     arguments = tensor_args(
         BYTES, CU_SEQLENS_Q="cu_seqlens_q", LATENTS="LATENTS", SPLIT_WORKSPACE=WORKSPACE, W="w_uv",
         W_SCALE="w_uv_scale", OUT="out",

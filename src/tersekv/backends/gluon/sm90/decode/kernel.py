@@ -45,11 +45,19 @@ from ..parts.hadamard import (
 )
 from ..parts.mask import MaskArgs, is_visible, keys_visible_to_any_row_mask, unmasked_n_block_range
 from ..parts.online_softmax import (
+    LAZY_ROW_MAX_4,
+    LAZY_ROW_MAX_4_CONSTRAINTS,
+    LAZY_ROW_MAX_8,
+    LAZY_ROW_MAX_8_CONSTRAINTS,
     LOG2E,
+    RESCALE_16,
+    RESCALE_16_CONSTRAINTS,
+    RESCALE_32,
+    RESCALE_32_CONSTRAINTS,
+    RESCALE_64,
+    RESCALE_64_CONSTRAINTS,
     SoftmaxState,
     apply_softcap_to_log2_scores,
-    lazy_row_max_rescale_and_warp_flag,
-    rescale_if_flagged,
 )
 from ..parts.pipeline import allocate_full_barriers, pdl_launch_dependents, pdl_wait, wait_copies
 from ..parts.tile_scheduler import (
@@ -71,9 +79,6 @@ from .layouts import (
     mma_layout,
     packed_column_offset_in_padded_tile,
     query_heads_of_rows,
-    sum_scores_over_head_dim_parts,
-    transpose_p_to_mma_operand,
-    zero_neighbor_head_columns_of_k,
 )
 from .producer import (
     PageLookup,
@@ -171,7 +176,16 @@ def compute_masked_log2_scores_of_mma_tile(
     else:
         K: gl.constexpr = tile_cfg.K
         if K.MAY_HOLD_NEIGHBOR_NAN:
-            packed = zero_neighbor_head_columns_of_k(packed, tile_cfg)
+            # Zero the columns of a copied row that are a neighbouring head's: 0 × NaN is NaN.
+            LAYOUT: gl.constexpr = packed.type.layout
+            o_h = (
+                gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
+                % K.PADDED_HEADS
+            )
+            o_k = gl.arange(0, packed.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+            i_shift = o_k // K.HEAD_SHIFT
+            own = gl.where((i_shift >= o_h) & (i_shift < o_h + K.ROW_PACKED // K.HEAD_SHIFT), -1, 0).to(gl.int16)
+            packed = packed & own
         k = convert_k_codes_to_16bit_operands(packed, K)
     # QK.
     s = gl.full([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.BLOCK_M], 0, gl.float32, MMA)
@@ -193,7 +207,12 @@ def compute_masked_log2_scores_of_mma_tile(
         s = s * score_scales[:, None, :] * token_scales[:, :, None]
     else:
         s = s * score_scales[:, None, :]
-    s = sum_scores_over_head_dim_parts(s, tile_cfg)
+    # Sum over the column parts of each head, for every part.
+    if tile_cfg.HEAD_DIM_PARTS > 1:
+        PARTS: gl.constexpr = tile_cfg.HEAD_DIM_PARTS
+        x = s.reshape([s.shape[0] // PARTS, PARTS, s.shape[1], s.shape[2]])
+        total, _ = gl.broadcast(gl.sum(x, 1)[:, None, :, :], x)
+        s = gl.convert_layout(total.reshape(s.shape), s.type.layout, assert_trivial=True)
     if cfg.HAS_SOFTCAP:
         s = apply_softcap_to_log2_scores(s, softcap)
     # Mask.
@@ -208,24 +227,6 @@ def compute_masked_log2_scores_of_mma_tile(
 
 
 @gluon.jit
-def load_log2_and_reciprocal_v_scales(
-    smem_v_scales, i_tile_in_ring, first_key, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
-):
-    """Returns log2 and reciprocals of the V scales of an MMA tile: [HEADS_PER_CTA, MMA_KEYS]."""
-    MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
-    v_scales = load_token_scales(
-        smem_scales_of_mma_tile(smem_v_scales, i_tile_in_ring, True, tile_cfg), gl.SliceLayout(2, MMA), tile_cfg
-    )
-    v_scales = gl.maximum(v_scales, 1e-30)
-    if MASKED:
-        o_n = first_key + gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
-        v_scales = gl.where(
-            keys_visible_to_any_row_mask(o_n, mask_args.num_keys, mask_args.seqlen_q, cfg)[None, :], v_scales, 1.0
-        )
-    return log2_and_reciprocal(v_scales)
-
-
-@gluon.jit
 def v_scaled_scores_max_over_tiles_and_inv_v_scales(
     smem_kv, full_stage, q, score_scales, softcap, n_block, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
@@ -233,6 +234,7 @@ def v_scaled_scores_max_over_tiles_and_inv_v_scales(
     """Returns (scores of each MMA tile, plus log2 of stored V scales of tokens; their maximum over tiles, element by
     element; reciprocals of each tile's V scales)."""
     TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS
+    KEYS: gl.constexpr = gl.SliceLayout(2, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD))
     s, inv_v_scales = (), ()
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_MMA_TILES)):
         first_key, i_tile_in_ring = first_key_and_ring_index_of_mma_tile(full_stage, n_block, j, cfg, tile_cfg)
@@ -242,9 +244,15 @@ def v_scaled_scores_max_over_tiles_and_inv_v_scales(
         )
         if tile_cfg.V.SCALE_KIND == "token_head":
             # The V scale is added to the exponent, so that the P multiplied with V codes lies in (0, 1].
-            log2_v_scales, inv_v_scale = load_log2_and_reciprocal_v_scales(
-                smem_kv.v_scales[j // TILES_PER_BUFFER], i_tile_in_ring, first_key, mask_args, MASKED, cfg, tile_cfg
+            smem_scales = smem_scales_of_mma_tile(
+                smem_kv.v_scales[j // TILES_PER_BUFFER], i_tile_in_ring, True, tile_cfg
             )
+            v_scales = gl.maximum(load_token_scales(smem_scales, KEYS, tile_cfg), 1e-30)
+            if MASKED:
+                o_n = first_key + gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(0, KEYS))
+                valid = keys_visible_to_any_row_mask(o_n, mask_args.num_keys, mask_args.seqlen_q, cfg)[None, :]
+                v_scales = gl.where(valid, v_scales, 1.0)
+            log2_v_scales, inv_v_scale = log2_and_reciprocal(v_scales)
             tile_scores = tile_scores + log2_v_scales[:, :, None]
             inv_v_scales = inv_v_scales + (inv_v_scale,)
         s = s + (tile_scores,)
@@ -258,6 +266,9 @@ def v_scaled_scores_max_over_tiles_and_inv_v_scales(
 # ---- mainloop: PV ----
 
 
+_MOVMATRIX_PTX = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
+
+
 @gluon.jit
 def accumulate_pv_of_mma_tile(
     acc_o, smem_v, smem_block_scales_or_zero_points, i_tile_in_ring, p, first_key, mask_args, MASKED: gl.constexpr,
@@ -265,7 +276,17 @@ def accumulate_pv_of_mma_tile(
 ):  # fmt: skip
     """Returns acc_o + V^T P of an MMA tile; p: [HEADS_PER_CTA, MMA_KEYS, BLOCK_M]."""
     A: gl.constexpr = gl.DotOperandLayout(0, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD), 2)
-    p_operand = transpose_p_to_mma_operand(p.to(mma_dtype(cfg)), cfg, tile_cfg)
+    # P to the right operand: movmatrix transposes 8 × 8 blocks, so that index [key, row] holds the value of [row, key].
+    p = p.to(mma_dtype(cfg))
+    p = gl.inline_asm_elementwise(_MOVMATRIX_PTX, "=r,r", [p], p.dtype, False, 2)
+    p = (
+        p.reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS // 8, 8, cfg.BLOCK_M // 8, 8])
+        .permute([0, 1, 4, 3, 2])
+        .reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.BLOCK_M])
+    )
+    B: gl.constexpr = gl.DotOperandLayout(1, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD), 2)
+    p_operand = gl.convert_layout(p, B, assert_trivial=True)
+    # Dequantize V.
     packed = smem_codes_of_mma_tile(smem_v, i_tile_in_ring, cfg.PACKED_V, tile_cfg).permute([0, 2, 1]).load(A)
     if MASKED:  # an invalid slot may hold NaN, and 0 × NaN is NaN
         o_n = first_key + gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(0, gl.SliceLayout(1, A)))
@@ -286,6 +307,7 @@ def accumulate_pv_of_mma_tile(
     else:
         V: gl.constexpr = tile_cfg.V
         v = convert_8_or_16bit_v_to_16bit_operands(packed, V)
+    # PV.
     acc_new = ()
     for i in gl.static_range(gl.constexpr(tile_cfg.V.PACK)):
         acc_new = acc_new + (mma_v2(v[i], p_operand, acc_o[i]),)
@@ -293,18 +315,6 @@ def accumulate_pv_of_mma_tile(
 
 
 # ---- mainloop: online softmax, up to 16 query rows ----
-
-
-@gluon.jit
-def init_row_max_row_sum_by_key_and_acc(cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns the SoftmaxState before the first n_block."""
-    MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
-    row_max = gl.full([tile_cfg.HEADS_PER_CTA, cfg.BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
-    row_sum = gl.full([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.BLOCK_M], 0, gl.float32, MMA)
-    acc_o = ()
-    for _ in gl.static_range(gl.constexpr(tile_cfg.V.PACK)):
-        acc_o = acc_o + (gl.full([tile_cfg.HEADS_PER_CTA, cfg.PACKED_V, cfg.BLOCK_M], 0, gl.float32, MMA),)
-    return SoftmaxState(row_max, row_sum, acc_o)
 
 
 @gluon.jit
@@ -368,31 +378,17 @@ def rescale_acc_if_flagged(acc_o, rescale, flag, tile_cfg: gl.constexpr):
     scales, x = gl.broadcast(broadcast_by_lane(rescale, x), x)
     flags, x = gl.broadcast(broadcast_by_lane(flag, x), x)
     NUM_ELEMENTS: gl.constexpr = acc_o.shape[1] * acc_o.shape[2] // (32 * tile_cfg.WARPS_PER_HEAD)
-    x = rescale_if_flagged(x, scales, flags, NUM_ELEMENTS)
+    # Skipped where the first flag of a thread's elements is 0.
+    PTX: gl.constexpr = RESCALE_16 if NUM_ELEMENTS == 16 else RESCALE_32 if NUM_ELEMENTS == 32 else RESCALE_64
+    CONSTRAINTS: gl.constexpr = (
+        RESCALE_16_CONSTRAINTS
+        if NUM_ELEMENTS == 16
+        else RESCALE_32_CONSTRAINTS
+        if NUM_ELEMENTS == 32
+        else RESCALE_64_CONSTRAINTS
+    )
+    x = gl.inline_asm_elementwise(PTX, CONSTRAINTS, [x, scales, flags], gl.float32, is_pure=True, pack=NUM_ELEMENTS)
     return gl.convert_layout(gl.reshape(x, acc_o.shape), acc_o.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def init_softmax_state_with_max_and_sum_by_lane(cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns the SoftmaxState before the first n_block, by lane."""
-    zeros = gl.max(
-        view_by_lane(
-            gl.full(
-                [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.BLOCK_M], 0.0, gl.float32,
-                mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD),
-            )
-        ),
-        1,
-    )  # fmt: skip
-    acc_o = ()
-    for _ in gl.static_range(gl.constexpr(tile_cfg.V.PACK)):
-        acc_o = acc_o + (
-            gl.full(
-                [tile_cfg.HEADS_PER_CTA, cfg.PACKED_V, cfg.BLOCK_M], 0, gl.float32,
-                mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD),
-            ),
-        )  # fmt: skip
-    return SoftmaxState(zeros + float("-inf"), zeros, acc_o)
 
 
 @gluon.jit
@@ -410,10 +406,13 @@ def mainloop_step_lazy_rescale(
     s, max_over_tiles, inv_v_scales = v_scaled_scores_max_over_tiles_and_inv_v_scales(
         smem_kv, full_stage, q, score_scales, softcap, n_block, mask_args, MASKED, cfg, tile_cfg
     )
-    # Online softmax: lazy row_max, rescale where it was raised.
-    row_max, rescale, flag = lazy_row_max_rescale_and_warp_flag(
-        gl.max(view_by_lane(max_over_tiles), 1), state.row_max, cfg.BLOCK_M // tile_cfg.WARPS_PER_HEAD // 4
-    )
+    # Online softmax: lazy row_max, rescale where it was raised; flag: any row_max of the warp is new.
+    FOUR: gl.constexpr = cfg.BLOCK_M // tile_cfg.WARPS_PER_HEAD // 4 == 4  # rows of a thread, else eight
+    row_max, rescale, flag = gl.inline_asm_elementwise(
+        LAZY_ROW_MAX_4 if FOUR else LAZY_ROW_MAX_8, LAZY_ROW_MAX_4_CONSTRAINTS if FOUR else LAZY_ROW_MAX_8_CONSTRAINTS,
+        [gl.max(view_by_lane(max_over_tiles), 1), state.row_max], (gl.float32, gl.float32, gl.int32), False,
+        4 if FOUR else 8,
+    )  # fmt: skip
     safe_max, row_sum = gl.where(row_max == float("-inf"), 0.0, row_max), state.row_sum * rescale
     acc_o = ()
     for i in gl.static_range(gl.constexpr(tile_cfg.V.PACK)):
@@ -438,10 +437,17 @@ def mainloop_step_lazy_rescale(
 @gluon.jit
 def init_unreduced_softmax_state(cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the SoftmaxState before the first n_block, as this kernel's mainloop step keeps it."""
-    if cfg.BLOCK_M > 16:
-        return init_softmax_state_with_max_and_sum_by_lane(cfg, tile_cfg)
-    else:
-        return init_row_max_row_sum_by_key_and_acc(cfg, tile_cfg)
+    MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
+    row_sum = gl.full([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.BLOCK_M], 0, gl.float32, MMA)
+    if cfg.BLOCK_M > 16:  # row_max and row_sum by lane
+        row_sum = gl.max(view_by_lane(row_sum), 1)
+        row_max = row_sum + float("-inf")
+    else:  # row_sum for each key of a lane
+        row_max = gl.full([tile_cfg.HEADS_PER_CTA, cfg.BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
+    acc_o = ()
+    for _ in gl.static_range(gl.constexpr(tile_cfg.V.PACK)):
+        acc_o = acc_o + (gl.full([tile_cfg.HEADS_PER_CTA, cfg.PACKED_V, cfg.BLOCK_M], 0, gl.float32, MMA),)
+    return SoftmaxState(row_max, row_sum, acc_o)
 
 
 @gluon.jit
@@ -495,17 +501,6 @@ def packed_columns_within_head_of_acc(first_head, cfg: gl.constexpr, tile_cfg: g
 
 
 @gluon.jit
-def valid_output_element_mask(m_row, packed_columns, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns the mask of existing rows and columns: a row of `out` may be shorter than one in shared memory."""
-    mask = m_row[:, None, :]
-    if cfg.DV < cfg.PACK * cfg.PACKED_V:
-        mask = mask & (packed_columns < cfg.DV // cfg.PACK)
-    if tile_cfg.V.PADDED_HEADS > 1:
-        mask = mask & (packed_columns >= 0)
-    return mask
-
-
-@gluon.jit
 def store_unsplit_output_and_lse(
     tensors, strides, state, v_scale_times_out_scale, first_head, work_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
@@ -527,11 +522,17 @@ def store_unsplit_output_and_lse(
     if tile_cfg.HEAD_DIM_PARTS > 1:
         p_row += (kv_heads % tile_cfg.HEAD_DIM_PARTS * cfg.DV)[:, None]
     p_out = p_row[:, None, :] + cfg.PACK * o_d
+    # Mask of existing rows and columns: a row of `out` may be shorter than one in shared memory.
+    m_out = m_row[:, None, :]
+    if cfg.DV < cfg.PACK * cfg.PACKED_V:
+        m_out = m_out & (o_d < cfg.DV // cfg.PACK)
+    if tile_cfg.V.PADDED_HEADS > 1:
+        m_out = m_out & (o_d >= 0)
     for j in gl.static_range(gl.constexpr(cfg.PACK)):
         gl.store(
             p_out + j,
             cast_output_saturating_fp8(state.acc_o[j] * acc_scale[:, None, :], OUT, cfg),
-            mask=valid_output_element_mask(m_row, o_d, cfg, tile_cfg),
+            mask=m_out,
         )
     if cfg.HAS_LSE:
         gl.store(LSE + tokens * strides.lse_t + q_heads * strides.lse_h, lse, mask=m_row)

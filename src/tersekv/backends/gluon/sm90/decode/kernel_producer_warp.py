@@ -48,7 +48,7 @@ from .kernel import (
     sum_over_lanes_of_equal_row_max,
     work_tile_metadata_ptr,
 )
-from .layouts import allocate_smem_q_fragments, mma_layout, store_query_fragment
+from .layouts import mma_layout, store_query_fragment
 from .producer import (
     PageLookup,
     QueryOperands,
@@ -232,7 +232,11 @@ def decode_producer_warp_kernel(
     # Shared memory.
     smem_kv = allocate_smem_kv(tile_cfg)
     smem_column_scales = allocate_smem_k_and_v_column_scales(smem_kv.k[0], cfg, tile_cfg)
-    smem_q = allocate_smem_q_fragments(cfg, tile_cfg) if cfg.BLOCK_M > 16 else smem_kv.k[0]
+    if cfg.BLOCK_M > 16:  # for the PACK query operands: the elements of a lane are contiguous
+        SHAPE: gl.constexpr = [tile_cfg.K.PACK, tile_cfg.HEADS_PER_CTA * 32, cfg.PACKED_K * cfg.BLOCK_M // 32]
+        smem_q = gl.allocate_shared_memory(gl.float16, SHAPE, gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
+    else:
+        smem_q = smem_kv.k[0]
     full_barriers, empty_barriers = allocate_mbarrier_groups(tile_cfg.STAGES, (1, 1))
     fence_async_shared()
     # Wait for the previous kernel; then padding, and this CTA's range.

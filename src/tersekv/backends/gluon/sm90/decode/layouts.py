@@ -129,18 +129,12 @@ def k_block_scale_broadcast_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, CODE
 
 
 @gluon.constexpr_function
-def _v_scale_register_bases(CODE_WORDS_PER_ROW, rank):
-    """Returns the register bases of the words of block scales."""
-    return [[0, 1 << i] + [0] * (rank - 2) for i in range((CODE_WORDS_PER_ROW // 16).bit_length() - 1)]
-
-
-@gluon.constexpr_function
 def v_block_scale_word_of_4_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, CODE_WORDS_PER_ROW):
     """Returns the layout [HEADS_PER_CTA, words, 2 bytes of a half, 4 packed, NUM_KEYS] of V block scales, as the MMA
     operand needs them."""
     regs = (
         [[0, 0, 0, 0, 1], [0, 0, 0, 0, 8]]
-        + _v_scale_register_bases(CODE_WORDS_PER_ROW, 5)
+        + [[0, 1 << i, 0, 0, 0] for i in range((CODE_WORDS_PER_ROW // 16).bit_length() - 1)]  # words of block scales
         + _register_bases_of_keys_from_16_on(NUM_KEYS, 5, 4)
     )
     lanes = [
@@ -185,17 +179,6 @@ def _query_smem_copy_layout(CODE_WORDS_PER_ROW, NUM_ROWS, tile_cfg):
 
 
 @gluon.jit
-def allocate_smem_q_fragments(cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Allocates shared memory for the PACK query operands: the elements of a lane are contiguous."""
-    SMEM_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
-    return gl.allocate_shared_memory(
-        gl.float16,
-        [tile_cfg.K.PACK, tile_cfg.HEADS_PER_CTA * 32, cfg.PACKED_K * cfg.BLOCK_M // 32],
-        SMEM_LAYOUT,
-    )
-
-
-@gluon.jit
 def store_query_fragment(smem_q, I_OPERAND: gl.constexpr, q_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Stores a query operand [HEADS_PER_CTA, PACKED_K, BLOCK_M], the right operand, to shared memory."""
     CODE_WORDS_PER_ROW: gl.constexpr = cfg.PACKED_K
@@ -229,18 +212,6 @@ def load_query_fragment(smem_q, I_OPERAND: gl.constexpr, cfg: gl.constexpr, tile
 # ---- heads in column parts ----
 # A head of more than 256 columns is HEAD_DIM_PARTS heads of fewer, each a warp's (or WARPS_PER_HEAD warps'), that see
 # the same keys. What they have in common: the scores, which are sums over the parts, and scales of the head.
-
-
-@gluon.jit
-def sum_scores_over_head_dim_parts(s, tile_cfg: gl.constexpr):
-    """Returns scores [HEADS_PER_CTA, MMA_KEYS, BLOCK_M] summed over the parts of each head, for every part."""
-    PARTS: gl.constexpr = tile_cfg.HEAD_DIM_PARTS
-    if PARTS == 1:
-        return s
-    else:
-        x = s.reshape([s.shape[0] // PARTS, PARTS, s.shape[1], s.shape[2]])
-        total, _ = gl.broadcast(gl.sum(x, 1)[:, None, :, :], x)
-        return gl.convert_layout(total.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
 @gluon.constexpr_function
@@ -282,20 +253,6 @@ def packed_column_offset_in_padded_tile(kv_heads, IS_V: gl.constexpr, tile_cfg: 
     (`tensor_maps._padded_heads_and_word_shift_per_head`)."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
     return kv_heads % SIDE.PADDED_HEADS * SIDE.HEAD_SHIFT
-
-
-@gluon.jit
-def zero_neighbor_head_columns_of_k(packed, tile_cfg: gl.constexpr):
-    """Returns packed K (k_load_layout) with 0 where a copied row is a neighbour's: 0 × NaN is NaN."""
-    LAYOUT: gl.constexpr = packed.type.layout
-    HEAD_SHIFT: gl.constexpr = tile_cfg.K.HEAD_SHIFT
-    o_h = (
-        gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
-        % tile_cfg.K.PADDED_HEADS
-    )
-    i_shift = gl.arange(0, packed.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :] // HEAD_SHIFT
-    own = gl.where((i_shift >= o_h) & (i_shift < o_h + tile_cfg.K.ROW_PACKED // HEAD_SHIFT), -1, 0).to(gl.int16)
-    return packed & own
 
 
 @gluon.jit
@@ -409,27 +366,4 @@ def load_and_expand_v_block_scales_to_fp16(smem_scales, cfg: gl.constexpr, tile_
         block_scales.reshape([tile_cfg.HEADS_PER_CTA, cfg.PACKED_V, tile_cfg.MMA_KEYS]),
         gl.DotOperandLayout(0, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD), 2),
         assert_trivial=True,
-    )
-
-
-# ---- P as an operand ----
-
-
-_MOVMATRIX_PTX = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
-
-
-@gluon.jit
-def transpose_p_to_mma_operand(p, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns P [HEADS_PER_CTA, MMA_KEYS, BLOCK_M] in 16 bits (mma_layout) as the right operand of PV.
-
-    movmatrix transposes 8 × 8 blocks: its result at index [key, row] is the value of [row, key].
-    """
-    p = gl.inline_asm_elementwise(_MOVMATRIX_PTX, "=r,r", [p], p.dtype, False, 2)
-    p = (
-        p.reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS // 8, 8, cfg.BLOCK_M // 8, 8])
-        .permute([0, 1, 4, 3, 2])
-        .reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.BLOCK_M])
-    )
-    return gl.convert_layout(
-        p, gl.DotOperandLayout(1, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD), 2), assert_trivial=True
     )

@@ -224,17 +224,6 @@ def load_k_and_v_token_or_block_scales(
 
 
 @gluon.jit
-def store_int4_zero_points_and_sync(converted_stages, iter, k_and_v_scales, cfg: gl.constexpr):
-    """Stores the zero points of an n_block's int4 rows to shared memory, for the threads that convert these rows."""
-    if cfg.CODE == "int4":
-        packed_zeros = (int4_zero_points(k_and_v_scales[1]) << 4) | int4_zero_points(k_and_v_scales[0])
-        converted_stages.token_scales.index(iter % SCALE_STAGES * NUM_SCALE_VECTORS + 3).store(
-            packed_zeros.to(gl.float32, bitcast=True)
-        )
-        thread_barrier()
-
-
-@gluon.jit
 def e4m3_scales_or_zero_points_from_smem(
     converted_stages, iter, k_and_v_scales_in_registers, IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
@@ -275,22 +264,6 @@ def wait_and_load_packed_block(smem_codes, full_barriers, iter, enabled, cfg: gl
 
 
 @gluon.jit
-def expand_e4m3_block_scales_to_fp16(scale_bytes, CODE_WORDS_PER_ROW: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, CODE_WORDS_PER_ROW], in the
-    layout of the codes."""
-    L3: gl.constexpr = block_scale_broadcast_layout(CODE_WORDS_PER_ROW, tile_cfg)
-    block_scales = gl.inline_asm_elementwise(BLOCK_SCALE_PTX, "=h,h", [scale_bytes.to(gl.int16)], gl.float16, True, 1)
-    block_scales, _ = gl.broadcast(
-        block_scales[:, :, None], gl.full([tile_cfg.KEYS_PER_BUFFER, CODE_WORDS_PER_ROW // 4, 4], 0, gl.float16, L3)
-    )
-    return gl.convert_layout(
-        block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, CODE_WORDS_PER_ROW]),
-        packed_codes_layout(CODE_WORDS_PER_ROW, tile_cfg),
-        assert_trivial=True,
-    )
-
-
-@gluon.jit
 def convert_block_to_fp16(packed, e4m3_scales_or_zero_points, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns codes as fp16, times block scales or less zero points, if any: [keys, PACK × PACKED_K] a buffer."""
     CODE_WORDS_PER_ROW: gl.constexpr = cfg.PACKED_K
@@ -298,11 +271,20 @@ def convert_block_to_fp16(packed, e4m3_scales_or_zero_points, cfg: gl.constexpr,
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
         if cfg.PACK == 4:
             if cfg.BLOCK_SCALES:
-                halves = dequant_e2m1_to_4_operands(
-                    packed[j],
-                    expand_e4m3_block_scales_to_fp16(e4m3_scales_or_zero_points[j], CODE_WORDS_PER_ROW, tile_cfg),
-                    True,
+                # Block scales [KEYS_PER_BUFFER, blocks] e4m3 to fp16, broadcast in the layout of the codes.
+                scale_bytes = e4m3_scales_or_zero_points[j].to(gl.int16)
+                block_scales = gl.inline_asm_elementwise(BLOCK_SCALE_PTX, "=h,h", [scale_bytes], gl.float16, True, 1)
+                block_scales, _ = gl.broadcast(
+                    block_scales[:, :, None],
+                    gl.full([tile_cfg.KEYS_PER_BUFFER, CODE_WORDS_PER_ROW // 4, 4], 0, gl.float16,
+                            block_scale_broadcast_layout(CODE_WORDS_PER_ROW, tile_cfg)),
+                )  # fmt: skip
+                block_scales = gl.convert_layout(
+                    block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, CODE_WORDS_PER_ROW]),
+                    packed_codes_layout(CODE_WORDS_PER_ROW, tile_cfg),
+                    assert_trivial=True,
                 )
+                halves = dequant_e2m1_to_4_operands(packed[j], block_scales, True)
             else:
                 gl.static_assert(cfg.CODE == "int4", "a code that this kernel does not know")
                 halves = int4_rows_minus_zero_points_to_operands(packed[j], e4m3_scales_or_zero_points[j])
@@ -317,20 +299,6 @@ def convert_block_to_fp16(packed, e4m3_scales_or_zero_points, cfg: gl.constexpr,
                 .permute([0, 1, 3, 2])
             )
         out = out + (x.reshape([tile_cfg.KEYS_PER_BUFFER, cfg.PACK * CODE_WORDS_PER_ROW]),)
-    return out
-
-
-@gluon.jit
-def zero_invalid_v_codes(packed, n_block, num_keys, seqlen_q, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns V codes with zeros for keys that no row sees: P = 0 does not hide NaN."""
-    out = ()
-    for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
-        o_n = (
-            n_block * cfg.BLOCK_N
-            + j * tile_cfg.KEYS_PER_BUFFER
-            + gl.arange(0, tile_cfg.KEYS_PER_BUFFER, gl.SliceLayout(1, packed[j].type.layout))
-        )
-        out = out + (gl.where(keys_visible_to_any_row_mask(o_n, num_keys, seqlen_q, cfg)[:, None], packed[j], 0),)
     return out
 
 
@@ -396,7 +364,12 @@ def producer_and_converter(
             )  # fmt: skip
             page_id = load_page_id(page_table, n_block + 2, n_block + 1 < last_block, cfg)
             # Convert K into a free stage.
-            store_int4_zero_points_and_sync(converted_stages, iter, scales, cfg)
+            if cfg.CODE == "int4":  # zero points to shared memory, for the threads that convert these rows
+                packed_zeros = (int4_zero_points(scales[1]) << 4) | int4_zero_points(scales[0])
+                converted_stages.token_scales.index(iter % SCALE_STAGES * NUM_SCALE_VECTORS + 3).store(
+                    packed_zeros.to(gl.float32, bitcast=True)
+                )
+                thread_barrier()
             k = convert_block_to_fp16(
                 packed,
                 e4m3_scales_or_zero_points_from_smem(converted_stages, iter, scales, False, cfg, tile_cfg),
@@ -416,7 +389,17 @@ def producer_and_converter(
             # Convert V into a free stage.
             if not cfg.BLOCK_SCALES:  # those of invalid keys are 0  # noqa: SIM102 - known to the compiler
                 if ((n_block + 1) * cfg.BLOCK_N > num_keys) | (cfg.WINDOW > 0):
-                    packed = zero_invalid_v_codes(packed, n_block, num_keys, seqlen_q, cfg, tile_cfg)
+                    # Zero V codes of keys that no row sees: P = 0 does not hide NaN.
+                    valid_v = ()
+                    for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
+                        o_n = (
+                            n_block * cfg.BLOCK_N
+                            + j * tile_cfg.KEYS_PER_BUFFER
+                            + gl.arange(0, tile_cfg.KEYS_PER_BUFFER, gl.SliceLayout(1, packed[j].type.layout))
+                        )
+                        valid = keys_visible_to_any_row_mask(o_n, num_keys, seqlen_q, cfg)[:, None]
+                        valid_v = valid_v + (gl.where(valid, packed[j], 0),)
+                    packed = valid_v
             v = convert_block_to_fp16(
                 packed,
                 e4m3_scales_or_zero_points_from_smem(converted_stages, iter, scales, True, cfg, tile_cfg),
@@ -514,17 +497,6 @@ def broadcast_by_lane(x, like):
 
 
 @gluon.jit
-def partial_row_max_per_lane(s):
-    """Returns the maximum of each row's scores in one thread: [rows, LANES_PER_ROW], by a reduction tree."""
-    a, b = gl.split(gl.reshape(s, [s.shape[0], s.shape[1] // 2, 2]))
-    x = gl.maximum(a, b)
-    for _ in gl.static_range(x.shape[1].bit_length() - 3):
-        a, b = split_columns(x)
-        x = gl.maximum(a, b)
-    return gl.convert_layout(x, row_per_lane_layout(view_by_lane(s).type.layout), assert_trivial=True)
-
-
-@gluon.jit
 def load_token_scales(smem_token_scales, iter, I_VECTOR: gl.constexpr, cfg: gl.constexpr):
     """Loads one vector of an n_block's stored scales, broadcast to all rows: [1, BLOCK_N]."""
     return smem_token_scales.index(iter % SCALE_STAGES * NUM_SCALE_VECTORS + I_VECTOR).load(
@@ -556,8 +528,14 @@ def lazy_softmax_step_with_p_sums(
         s = gl.where(
             is_visible_in_block(n_block, mask_args, ROWS_PER_WARPGROUP, score_layout(cfg), cfg), s, float("-inf")
         )
+    # The maximum of each row's scores in one thread, by a reduction tree.
+    a, b = gl.split(gl.reshape(s, [s.shape[0], s.shape[1] // 2, 2]))
+    x = gl.maximum(a, b)
+    for _ in gl.static_range(x.shape[1].bit_length() - 3):
+        a, b = split_columns(x)
+        x = gl.maximum(a, b)
+    lane_max = gl.convert_layout(x, row_per_lane_layout(view_by_lane(s).type.layout), assert_trivial=True)
     # Lazy row_max, P and its sums.
-    lane_max = partial_row_max_per_lane(s)
     if PLAIN:
         lane_max = lane_max * score_scales
     row_max_new, _ = gl.inline_asm_elementwise(

@@ -171,18 +171,7 @@ def cast_query_to_smem_16bit(tensors, smem_q, work_tile, h, strides, cfg: gl.con
     fence_async_shared()
 
 
-# V of a tile: rows past the last key; codes to fp16.
-
-
-@gluon.jit
-def zero_oob_v_rows_in_smem_and_sync(ckv, stage, num_valid, cfg: gl.constexpr):
-    """Zeros rows past the tile's last key: 0 × NaN is NaN."""
-    if cfg.CODE == "e4m3":
-        zero_oob_rows_in_smem(ckv, stage * cfg.CHUNKS, cfg.CHUNKS, num_valid)
-    else:
-        zero_oob_rows_in_smem(ckv, stage * NUM_COLUMN_TILES, NUM_COLUMN_TILES, num_valid)
-        fence_async_shared()
-    thread_barrier()  # else the compiler puts one after the branch
+# V of a tile: codes to fp16.
 
 
 @gluon.jit
@@ -338,19 +327,6 @@ def any_score_above_in_warpgroup(s, threshold, vote_flags, I_CONSUMER: gl.conste
     return gl.max(gl.max(votes.slice(0, 1).load(ALL).to(gl.int32), 1), 0) > 0
 
 
-@gluon.jit
-def rescale_row_sum_and_acc(row_sum, acc_o, row_max, row_max_new, ACC_LAYOUT: gl.constexpr):
-    """Returns (row_sum, acc_o), rescaled from row_max to row_max_new."""
-    L_COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, row_sum.type.layout))
-    rescale = gl.exp2(row_max - gl.where(row_max_new == float("-inf"), 0.0, row_max_new))
-    row_sum = row_sum * gl.convert_layout(rescale, L_COLUMN)[None, :][:, None, :]
-    rescale = gl.convert_layout(rescale, gl.SliceLayout(0, ACC_LAYOUT))
-    out = ()
-    for i in gl.static_range(len(acc_o)):
-        out = out + (acc_o[i] * rescale[None, :],)
-    return row_sum, out
-
-
 # PV.
 
 
@@ -382,17 +358,6 @@ def dequant_v_accumulate_transposed_pv_and_wait(
     return finished + warpgroup_mma_wait(0, [out[2 * CHUNKS - 2], out[2 * CHUNKS - 1]])
 
 
-@gluon.jit
-def accumulate_transposed_pv_and_wait_bf16(acc_o, ckv, stage, smem_p):
-    """Returns acc_o + V, transposed, times P [BLOCK_N, BLOCK_M]."""
-    out = ()
-    for i in gl.static_range(NUM_COLUMN_TILES):
-        out = out + (
-            warpgroup_mma(ckv.index(stage * NUM_COLUMN_TILES + i).permute((1, 0)), smem_p, acc_o[i], is_async=True),
-        )
-    return warpgroup_mma_wait(0, out)
-
-
 # Main loop.
 
 
@@ -409,6 +374,7 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, first_kv_it
     RESCALE_THRESHOLD: gl.constexpr = RESCALE_THRESHOLD_FP16 if IS_FP8 else RESCALE_THRESHOLD_BF16
     Q_TERMS: gl.constexpr = q.latents.shape[1] // cfg.BLOCK_M
     CHUNKS: gl.constexpr = cfg.CHUNKS
+    NUM_V_TILES: gl.constexpr = CHUNKS if IS_FP8 else NUM_COLUMN_TILES
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORE_LAYOUT)
     n_block_begin, n_block_end, num_keys, seqlen_q, row_begin = (
         work_tile.n_block_begin, work_tile.n_block_end, work_tile.num_keys, work_tile.seqlen_q,
@@ -420,6 +386,7 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, first_kv_it
     row_max = gl.full([cfg.BLOCK_M], float("-inf"), gl.float32, COLUMN)
     # Summed over all keys only at the end.
     row_sum = fold_row_sums(gl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, gl.float32, SCORE_LAYOUT))
+    LANE_COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, row_sum.type.layout))
     acc_o = ()
     for _ in gl.static_range(2 * CHUNKS if IS_FP8 else NUM_COLUMN_TILES):
         acc_o = acc_o + (gl.full([cfg.CHUNK if IS_FP8 else TILE_COLUMNS, cfg.BLOCK_M], 0.0, gl.float32, SCORE_LAYOUT),)
@@ -432,7 +399,12 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, first_kv_it
         mbarrier.wait(full.index(iter % NUM_FULL_BARRIERS), (iter // NUM_FULL_BARRIERS) & 1)
         fence_async_shared_if_gathered(cfg)
         if not cfg.GATHER_ROWS and (n_block + 1) * cfg.BLOCK_N > num_keys:
-            zero_oob_v_rows_in_smem_and_sync(smem_kv.latents, stage, num_keys - n_block * cfg.BLOCK_N, cfg)
+            # Zero rows past the tile's last key: 0 × NaN is NaN.
+            num_valid = num_keys - n_block * cfg.BLOCK_N
+            zero_oob_rows_in_smem(smem_kv.latents, stage * NUM_V_TILES, NUM_V_TILES, num_valid)
+            if not IS_FP8:
+                fence_async_shared()
+            thread_barrier()  # else the compiler puts one after the branch
         # NOTE: `opaque_zero` is 0. A constant would make the compiler keep, and spill, descriptors of all tiles of q.
         opaque_zero = n_block >> 30
         # QK.
@@ -462,8 +434,14 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, first_kv_it
         # Lazy rescaling: row_max is raised only where P would pass 2^RESCALE_THRESHOLD: rarely.
         if any_score_above_in_warpgroup(s, row_max + RESCALE_THRESHOLD, vote_flags, I_CONSUMER):
             row_max_new = gl.maximum(row_max, gl.max(s, 0))
-            row_sum, acc_o = rescale_row_sum_and_acc(row_sum, acc_o, row_max, row_max_new, SCORE_LAYOUT)
-            row_max = row_max_new
+            # Rescale row_sum and acc_o.
+            rescale = gl.exp2(row_max - gl.where(row_max_new == float("-inf"), 0.0, row_max_new))
+            row_sum = row_sum * gl.convert_layout(rescale, LANE_COLUMN)[None, :][:, None, :]
+            rescale = gl.convert_layout(rescale, COLUMN)
+            rescaled_acc = ()
+            for i in gl.static_range(len(acc_o)):
+                rescaled_acc = rescaled_acc + (acc_o[i] * rescale[None, :],)
+            acc_o, row_max = rescaled_acc, row_max_new
         # Softmax: P to shared memory.
         p = gl.exp2(s - gl.where(row_max == float("-inf"), 0.0, row_max)[None, :])
         if cfg.GROUP_SCALES:
@@ -481,7 +459,11 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, first_kv_it
                 acc_o, smem_kv.latents, stage, first_v, smem_p, I_CONSUMER, cfg.BLOCK_M >= 32, SCORE_LAYOUT, cfg
             )
         else:
-            acc_o = accumulate_transposed_pv_and_wait_bf16(acc_o, smem_kv.latents, stage, smem_p.index(opaque_zero))
+            p_tile, acc_new = smem_p.index(opaque_zero), ()
+            for i in gl.static_range(NUM_COLUMN_TILES):
+                v_i = smem_kv.latents.index(stage * NUM_COLUMN_TILES + i).permute((1, 0))
+                acc_new = acc_new + (warpgroup_mma(v_i, p_tile, acc_o[i], is_async=True),)
+            acc_o = warpgroup_mma_wait(0, acc_new)
         mbarrier.arrive(empty.index(stage))
     return SoftmaxState(row_max, gl.sum(gl.sum(row_sum, 1), 0), acc_o)
 
@@ -552,36 +534,6 @@ def output_and_partial_columns_of_acc(
         return o_d, o_d
 
 
-@gluon.jit
-def scale_and_store_output(
-    OUT, acc_o, acc_scale, tokens, heads, m_row, strides, I_CONSUMER: gl.constexpr, ACC_LAYOUT: gl.constexpr,
-    cfg: gl.constexpr,
-):  # fmt: skip
-    """Stores acc_o × acc_scale to OUT: all columns, or the I_CONSUMER-th half."""
-    for i in gl.static_range(len(acc_o)):
-        p_row = OUT + (tokens * strides.out_t + heads * strides.out_h)[None, :]
-        o_d, _ = output_and_partial_columns_of_acc(i, len(acc_o), I_CONSUMER, ACC_LAYOUT, cfg)
-        gl.store(
-            p_row + o_d[:, None],
-            cast_output_saturating_fp8(acc_o[i] * acc_scale[None, :], OUT, cfg),
-            mask=m_row[None, :],
-        )
-
-
-@gluon.jit
-def store_unnormalized_partial_state(
-    SPLIT_WORKSPACE, partial_slot, state, m_row, I_CONSUMER: gl.constexpr, ACC_LAYOUT: gl.constexpr, cfg: gl.constexpr
-):
-    """Stores a split's state, or its I_CONSUMER-th half, as the combine reads it: columns, row_max, row_sum."""
-    o_r = gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(0, ACC_LAYOUT))
-    p_row = partial_row_ptr(SPLIT_WORKSPACE, partial_slot, o_r, cfg)
-    for i in gl.static_range(len(state.acc_o)):
-        _, o_d = output_and_partial_columns_of_acc(i, len(state.acc_o), I_CONSUMER, ACC_LAYOUT, cfg)
-        gl.store(p_row[None, :] + o_d[:, None], state.acc_o[i], mask=m_row[None, :])
-    if I_CONSUMER == 0:
-        store_partial_stats(p_row, state.row_max, state.row_sum, m_row, cfg)
-
-
 # Consumer warpgroup: query, main loop and epilogue of its work tiles.
 
 
@@ -633,14 +585,26 @@ def consumer(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides
             acc_scale, lse = compute_acc_scale_and_lse(
                 state.row_max, state.row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg, cfg.LSE_OF_KEYS
             )
-            scale_and_store_output(
-                tensors.OUT, state.acc_o, acc_scale, tokens, heads, m_row, strides, I_CONSUMER, S, cfg
-            )
+            for i in gl.static_range(len(state.acc_o)):
+                p_out = tensors.OUT + (tokens * strides.out_t + heads * strides.out_h)[None, :]
+                o_out, _ = output_and_partial_columns_of_acc(i, len(state.acc_o), I_CONSUMER, S, cfg)
+                gl.store(
+                    p_out + o_out[:, None],
+                    cast_output_saturating_fp8(state.acc_o[i] * acc_scale[None, :], tensors.OUT, cfg),
+                    mask=m_row[None, :],
+                )
             if cfg.HAS_LSE and I_CONSUMER == 0:
                 gl.store(tensors.LSE + tokens * strides.lse_t + heads * strides.lse_h, lse, mask=m_row)
         else:
             partial_slot = 2 * i_cta + (work_tile.n_block_begin == 0).to(gl.int32)
-            store_unnormalized_partial_state(tensors.SPLIT_WORKSPACE, partial_slot, state, m_row, I_CONSUMER, S, cfg)
+            # As the combine reads it: columns, row_max, row_sum.
+            o_r = gl.arange(0, cfg.BLOCK_M, ROW)
+            p_row = partial_row_ptr(tensors.SPLIT_WORKSPACE, partial_slot, o_r, cfg)
+            for i in gl.static_range(len(state.acc_o)):
+                _, o_partial = output_and_partial_columns_of_acc(i, len(state.acc_o), I_CONSUMER, S, cfg)
+                gl.store(p_row[None, :] + o_partial[:, None], state.acc_o[i], mask=m_row[None, :])
+            if I_CONSUMER == 0:
+                store_partial_stats(p_row, state.row_max, state.row_sum, m_row, cfg)
         block += work_tile.n_block_end - work_tile.n_block_begin
 
 

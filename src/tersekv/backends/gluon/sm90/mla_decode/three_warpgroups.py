@@ -182,22 +182,6 @@ def elementwise_max_abs_bits(a, b):
 
 
 @gluon.jit
-def query_row_inv_scales_and_q_scales(chunks, negate_inv, CHUNKS: gl.constexpr):
-    """Returns (inv_scale of rows, as bf16; q_scale of their scores), powers of two.
-
-    Scaled, each row's largest element lies in [128, 256): elements down to 2^-10 of that are exact in two e4m3 terms.
-    """
-    q_pe_chunk = chunks[CHUNKS]
-    abs_max = elementwise_max_abs_bits(chunks[0], chunks[1])
-    for i in gl.static_range(2, CHUNKS):
-        abs_max = elementwise_max_abs_bits(abs_max, chunks[i])
-    abs_max = gl.maximum(gl.max(abs_max, 1), gl.max(elementwise_max_abs_bits(q_pe_chunk, q_pe_chunk), 1)).to(gl.int32)
-    exponent = gl.maximum(abs_max >> 7, 8)
-    inv_scale = ((261 - exponent) << 7 | gl.where(negate_inv, 0x8000, 0)).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return inv_scale, gl.where(exponent == 255, float("nan"), ((exponent - 7) << 23).to(gl.float32, bitcast=True))
-
-
-@gluon.jit
 def view_smem_rows_in_steps(x, ROWS_PER_STEP: gl.constexpr):
     """Returns a view of query rows in shared memory in steps of STEP rows."""
     NUM_STEPS: gl.constexpr = x.shape[0] * x.shape[1] // ROWS_PER_STEP
@@ -236,7 +220,16 @@ def store_q_rows_and_scales(chunks, smem_q_nope, smem_q_pe, smem_q_scales, negat
     q_pe_chunk = chunks[CHUNKS]
     ROW: gl.constexpr = gl.SliceLayout(1, q_pe_chunk.type.layout)
     if Q_TERMS == 2:
-        inv_scale, q_scale = query_row_inv_scales_and_q_scales(chunks, negate, CHUNKS)
+        # Scales of rows and of their scores, powers of two. Scaled, each row's largest element lies in [128, 256):
+        # elements down to 2^-10 of that are exact in two e4m3 terms.
+        abs_max = elementwise_max_abs_bits(chunks[0], chunks[1])
+        for i in gl.static_range(2, CHUNKS):
+            abs_max = elementwise_max_abs_bits(abs_max, chunks[i])
+        abs_max = gl.max(abs_max, 1)
+        abs_max = gl.maximum(abs_max, gl.max(elementwise_max_abs_bits(q_pe_chunk, q_pe_chunk), 1)).to(gl.int32)
+        exponent = gl.maximum(abs_max >> 7, 8)
+        inv_scale = ((261 - exponent) << 7 | gl.where(negate, 0x8000, 0)).to(gl.int16).to(gl.bfloat16, bitcast=True)
+        q_scale = gl.where(exponent == 255, float("nan"), ((exponent - 7) << 23).to(gl.float32, bitcast=True))
         for i in gl.static_range(CHUNKS):
             store_e4m3_and_residual_of_step(chunks[i], inv_scale, smem_q_nope, STEPS * i + i_step)
         if smem_q_pe.dtype == gl.bfloat16:

@@ -246,20 +246,6 @@ def copy_query_columns_to_smem(
 
 
 @gluon.jit
-def wait_and_zero_oob_v_rows_in_smem(ckv, full, stage: gl.constexpr, iter_of_stage, num_valid):
-    """Zeros rows past the tile's last key: 0 × NaN is NaN."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    is_valid = gl.arange(0, BLOCK_N, gl.SliceLayout(1, L)) < num_valid
-    for i_group in gl.static_range(COLUMN_GROUPS):
-        mbarrier.wait(full.index(COLUMN_GROUPS * stage + i_group), iter_of_stage & 1)
-    for i in range(COLUMN_GROUPS + (num_valid >> 30)):
-        smem_tile = ckv.index(stage * COLUMN_GROUPS + i)
-        x = smem_tile.load(L)
-        smem_tile.store(gl.where(is_valid[:, None], x, gl.full([BLOCK_N, GROUP_COLUMNS], 0.0, x.dtype, L)))
-    fence_async_shared()
-
-
-@gluon.jit
 def wait_zero_oob_rows_and_start_qk(
     q, smem_kv, full, stage: gl.constexpr, iter_of_stage, n_block, zero_keys_from, SCORE_LAYOUT: gl.constexpr,
     cfg: gl.constexpr,
@@ -270,7 +256,17 @@ def wait_zero_oob_rows_and_start_qk(
     ROWS: gl.constexpr = q_pe.shape[1]
     TILES_PER_GROUP: gl.constexpr = GROUP_COLUMNS // TILE_COLUMNS
     if not cfg.GATHER_ROWS and (n_block + 1) * BLOCK_N > zero_keys_from:
-        wait_and_zero_oob_v_rows_in_smem(ckv, full, stage, iter_of_stage, zero_keys_from - n_block * BLOCK_N)
+        # Zero rows past the tile's last key: 0 × NaN is NaN.
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+        num_valid = zero_keys_from - n_block * BLOCK_N
+        is_valid = gl.arange(0, BLOCK_N, gl.SliceLayout(1, L)) < num_valid
+        for i in gl.static_range(COLUMN_GROUPS):
+            mbarrier.wait(full.index(COLUMN_GROUPS * stage + i), iter_of_stage & 1)
+        for i in range(COLUMN_GROUPS + (num_valid >> 30)):
+            smem_tile = ckv.index(stage * COLUMN_GROUPS + i)
+            x = smem_tile.load(L)
+            smem_tile.store(gl.where(is_valid[:, None], x, gl.full([BLOCK_N, GROUP_COLUMNS], 0.0, x.dtype, L)))
+        fence_async_shared()
     # Latents, group by group.
     s = warpgroup_mma_init(gl.full([ROWS, BLOCK_N], 0.0, gl.float32, SCORE_LAYOUT))
     q_tiles = reinterpret(q_nope, q_nope.dtype, [COLUMN_GROUPS * TILES_PER_GROUP, ROWS, TILE_COLUMNS], q_pe.layout)
@@ -502,12 +498,6 @@ def mainloop_qk_odd_tiles_pv_right_columns(
 
 
 @gluon.jit
-def token_and_head_of_row(o_r, h, q_begin, cfg: gl.constexpr):
-    """Returns (tokens, query heads) of query rows o_r of a block of heads."""
-    return (q_begin + o_r // cfg.GROUP).to(gl.int64), (h * cfg.GROUP + o_r % cfg.GROUP).to(gl.int64)
-
-
-@gluon.jit
 def store_output_lse_or_unnormalized_state(
     state, acc_scale, lse, smem_q, tensors, is_unsplit, partial_slot, work_tile, h, strides, I_CONSUMER: gl.constexpr,
     cfg: gl.constexpr,
@@ -538,7 +528,9 @@ def store_output_lse_or_unnormalized_state(
             o_r = j * ROWS_PER_STORE + gl.arange(0, ROWS_PER_STORE, gl.SliceLayout(1, W))
             mask = (o_r < num_rows)[:, None]
             if is_unsplit:
-                tokens, heads = token_and_head_of_row(work_tile.m_block * cfg.BLOCK_M + o_r, h, q_begin, cfg)
+                o_q = work_tile.m_block * cfg.BLOCK_M + o_r
+                tokens = (q_begin + o_q // cfg.GROUP).to(gl.int64)
+                heads = (h * cfg.GROUP + o_q % cfg.GROUP).to(gl.int64)
                 p_out = (OUT + tokens * strides.out_t + heads * strides.out_h)[:, None] + o_d[None, :]
                 gl.store(p_out, cast_output_saturating_fp8(out, OUT, cfg), mask=mask)
             else:

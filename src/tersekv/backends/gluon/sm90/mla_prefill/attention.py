@@ -219,24 +219,6 @@ def qk_softmax_and_prev_pv_step(
 
 
 @gluon.jit
-def output_residual_and_lse_ptrs_and_masks(
-    args, tile_info, I_CONSUMER: gl.constexpr, SCORE_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr, DV: gl.constexpr
-):
-    """Returns pointers to a work tile's out, OUT_RESIDUAL and lse; masks of out and lse."""
-    strides, q_row, num_queries = args.strides, tile_info.q_row, tile_info.valid_row_bound
-    head = tile_info.head.to(gl.int64)
-    o_v = gl.arange(0, DV, gl.SliceLayout(0, ACC_LAYOUT))
-    o_mo = gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, ACC_LAYOUT)) + I_CONSUMER * ROWS_PER_WARPGROUP
-    o_m = gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, SCORE_LAYOUT)) + I_CONSUMER * ROWS_PER_WARPGROUP
-    o_token, o_token_lse = (q_row + o_mo).to(gl.int64), (q_row + o_m).to(gl.int64)
-    p_out = args.OUT + o_token[:, None] * strides.out_t + head * strides.out_h + o_v[None, :]
-    p_residual = args.OUT_RESIDUAL + (o_token * args.H + head)[:, None] * DV + o_v[None, :]
-    m_out = (o_mo < num_queries)[:, None] & (o_v >= 0)[None, :]
-    p_lse = args.LSE + o_token_lse * strides.lse_t + head * strides.lse_h
-    return p_out, p_residual, p_lse, m_out, o_m < num_queries
-
-
-@gluon.jit
 def normalize_merge_and_store_output(
     args, tile_info, acc_o, row_max, row_sum, I_CONSUMER: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
     MERGE_PREVIOUS_CHUNK: gl.constexpr, STORE_RESIDUAL: gl.constexpr, STORE_LSE: gl.constexpr,
@@ -244,9 +226,18 @@ def normalize_merge_and_store_output(
     """Stores a work tile's output, combined with the previous chunk's."""
     O: gl.constexpr = acc_o.type.layout
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
-    p_out, p_residual, p_lse, m_out, m_lse = output_residual_and_lse_ptrs_and_masks(
-        args, tile_info, I_CONSUMER, SCORE_LAYOUT, O, acc_o.shape[1]
-    )
+    # Pointers and masks of out, OUT_RESIDUAL and LSE
+    DV: gl.constexpr = acc_o.shape[1]
+    strides, q_row, num_queries = args.strides, tile_info.q_row, tile_info.valid_row_bound
+    head = tile_info.head.to(gl.int64)
+    o_v = gl.arange(0, DV, gl.SliceLayout(0, O))
+    o_mo = gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, O)) + I_CONSUMER * ROWS_PER_WARPGROUP
+    o_m = gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, SCORE_LAYOUT)) + I_CONSUMER * ROWS_PER_WARPGROUP
+    o_token, o_token_lse = (q_row + o_mo).to(gl.int64), (q_row + o_m).to(gl.int64)
+    p_out = args.OUT + o_token[:, None] * strides.out_t + head * strides.out_h + o_v[None, :]
+    p_residual = args.OUT_RESIDUAL + (o_token * args.H + head)[:, None] * DV + o_v[None, :]
+    m_out = (o_mo < num_queries)[:, None] & (o_v >= 0)[None, :]
+    p_lse, m_lse = args.LSE + o_token_lse * strides.lse_t + head * strides.lse_h, o_m < num_queries
     # Combine: one row_max and row_sum of this chunk and the previous ones
     if MERGE_PREVIOUS_CHUNK:
         # NOTE: an accumulator that does not start at 0 makes ptxas wait after every MMA.
@@ -454,14 +445,6 @@ def q_nope_q_pe_kv_and_kpe_tensor_map_args(f: SimpleNamespace, num_rows: int, bl
     }
 
 
-def choose_heads_per_l2_group(num_kv_rows: int, kv_itemsize: int, num_requests: int, dims: HeadDims) -> int:
-    """Returns how many heads' work tiles are scheduled together, so that their keys and values stay in the L2 cache."""
-    kv_bytes_per_head = num_kv_rows * kv_itemsize * (dims.nope + dims.dim_v)
-    if kv_bytes_per_head * dims.heads <= _L2_BYTES * num_requests:
-        return dims.heads
-    return max(1, min(dims.heads, _L2_BYTES * num_requests // 2 // kv_bytes_per_head))
-
-
 def head_dims(f: SimpleNamespace) -> HeadDims:
     rope = f.kpe.shape[-1]
     return HeadDims(f.q.shape[1], f.q.shape[2] - rope, rope, f.out.shape[2])
@@ -477,10 +460,14 @@ def common_attention_args(
         OUT="out", LSE=lse or "out", MAY_HAVE_NAN="MAY_HAVE_NAN", CU_SEQLENS_Q="cu_seqlens_q", CACHE_LENS="cache_lens"
     )
     chunk_offsets = chunk_offset_args(i_chunk)
+    # Heads whose work tiles are scheduled together: their keys and values stay in the L2 cache.
+    heads_per_l2_group, kv_bytes_per_head = dims.heads, num_rows * f.q.dtype.itemsize * (dims.nope + dims.dim_v)
+    if kv_bytes_per_head * dims.heads > _L2_BYTES * requests:
+        heads_per_l2_group = max(1, min(dims.heads, _L2_BYTES * requests // 2 // kv_bytes_per_head))
     return tensors | stride_args(f.out, stride_o="th") | {
         "CHUNK_ROW_OFFSETS": chunk_offsets["CHUNK_ROW_OFFSETS"], "CACHE_OFFSETS": chunk_offsets["CACHE_OFFSETS"],
         "num_rows": num_rows, "num_m_blocks": num_m_blocks, "H": dims.heads,
-        "heads_per_l2_group": choose_heads_per_l2_group(num_rows, f.q.dtype.itemsize, requests, dims),
+        "heads_per_l2_group": heads_per_l2_group,
         "num_work_tiles": requests * num_m_blocks * dims.heads,
         "head_stride": f.q.stride[1], "score_scale": f.softmax_scale * math.log2(math.e),
         "stride_lt": lse_strides[0], "stride_lh": lse_strides[1], "STORE_LSE": lse is not None,

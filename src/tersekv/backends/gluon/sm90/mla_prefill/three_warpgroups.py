@@ -252,21 +252,6 @@ def qk_softmax_pv_step(
     return SoftmaxState(acc_o, row_max, row_sum)
 
 
-@gluon.jit
-def wait_and_release_tiles_unread(kv_iter, num_tiles, mbarriers):
-    """Releases num_tiles key blocks unread."""
-    k_full, k_empty, v_full, v_empty = mbarriers.k_full, mbarriers.k_empty, mbarriers.v_full, mbarriers.v_empty
-    for i in range(num_tiles):  # noqa: B007 - an underscore is a barrier already
-        mbarrier.wait(k_full.index(kv_iter % STAGES_K), (kv_iter // STAGES_K) & 1)
-        mbarrier.arrive(k_empty.index(kv_iter % STAGES_K), count=1)
-        for i_half in gl.static_range(2):
-            v_iter = 2 * kv_iter + i_half
-            mbarrier.wait(v_full.index(v_iter % STAGES_V), (v_iter // STAGES_V) & 1)
-            mbarrier.arrive(v_empty.index(v_iter % STAGES_V), count=1)
-        kv_iter += 1
-    return kv_iter
-
-
 # Epilogue: the output, and whether it overflowed.
 
 
@@ -336,7 +321,15 @@ def consumer_of_64_queries(args, I_CONSUMER: gl.constexpr, STORE_LSE: gl.constex
                 gl.maximum((visible_keys + BLOCK_N - 1) // BLOCK_N, 0),
                 0,
             )
-            kv_iter = wait_and_release_tiles_unread(kv_iter, num_n_blocks - num_own_blocks, mbarriers)
+            # Release key blocks that no row here sees, unread.
+            for i in range(num_n_blocks - num_own_blocks):  # noqa: B007 - an underscore is a barrier already
+                mbarrier.wait(mbarriers.k_full.index(kv_iter % STAGES_K), (kv_iter // STAGES_K) & 1)
+                mbarrier.arrive(mbarriers.k_empty.index(kv_iter % STAGES_K), count=1)
+                for i_half in gl.static_range(2):
+                    v_iter = 2 * kv_iter + i_half
+                    mbarrier.wait(mbarriers.v_full.index(v_iter % STAGES_V), (v_iter // STAGES_V) & 1)
+                    mbarrier.arrive(mbarriers.v_empty.index(v_iter % STAGES_V), count=1)
+                kv_iter += 1
             mbarrier.arrive(mbarriers.q_empty.index(I_CONSUMER), count=1, pred=num_own_blocks == 0)
             acc_o, row_max = init_acc_and_max(S, O, DV)
             row_sum = row_sums_by_lane(gl.full([ROWS_PER_WARPGROUP, BLOCK_N], 0.0, gl.float32, S))

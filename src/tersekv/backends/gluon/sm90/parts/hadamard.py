@@ -271,22 +271,6 @@ class RotationTensors(NamedTuple):
 
 
 @gluon.jit
-def scale_and_rotate_query_rows(x, rotation, kv_head, cfg: gl.constexpr):
-    """Returns query rows [rows, columns] fp32, rotated and scaled like the cache's keys."""
-    ROTATION: gl.constexpr = cfg.K_ROTATION
-    o_d = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-    x = (
-        x
-        * load_normalized_signs_times_channel_scales_if_any(
-            rotation.K_SIGNS, rotation.K_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM, ROTATION
-        )[None, :]
-    )
-    if ROTATION.ROTATED:
-        x = blockwise_hadamard_unnormalized(x, 1, cfg.HEAD_DIM & -cfg.HEAD_DIM)
-    return x
-
-
-@gluon.jit
 def unrotate_and_scale_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr):
     """Returns acc_o [rows, columns] with the cache's V rotation undone."""
     ROTATION: gl.constexpr = cfg.V_ROTATION
@@ -299,19 +283,3 @@ def unrotate_and_scale_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr):
             rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION
         )[None, :]
     )
-
-
-@gluon.jit
-def unscale_and_rotate_new_v_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr):
-    """Returns acc_o of new V, rotated to be added to that of cached V."""
-    ROTATION: gl.constexpr = cfg.V_ROTATION
-    o_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-    acc = (
-        acc
-        * load_normalized_signs_times_channel_scales_if_any(
-            rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION, True
-        )[None, :]
-    )
-    if ROTATION.ROTATED:
-        acc = blockwise_hadamard_unnormalized(acc, 1, cfg.HEAD_DIM_V & -cfg.HEAD_DIM_V)
-    return acc

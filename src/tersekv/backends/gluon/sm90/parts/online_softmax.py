@@ -253,28 +253,3 @@ LAZY_ROW_MAX_8, LAZY_ROW_MAX_8_CONSTRAINTS = map(gl.constexpr, _lazy_row_max_res
 RESCALE_16, RESCALE_16_CONSTRAINTS = map(gl.constexpr, _rescale_if_flagged_ptx_and_constraints(16))
 RESCALE_32, RESCALE_32_CONSTRAINTS = map(gl.constexpr, _rescale_if_flagged_ptx_and_constraints(32))
 RESCALE_64, RESCALE_64_CONSTRAINTS = map(gl.constexpr, _rescale_if_flagged_ptx_and_constraints(64))
-
-
-@gluon.jit
-def lazy_row_max_rescale_and_warp_flag(lane_max, row_max, ROWS_PER_THREAD: gl.constexpr):
-    """Returns (row_max, rescale, flag) of rows on N, 4 or 8 in a thread, from the maximum of each lane's scores. The
-    flag says whether any row_max of the warp is new."""
-    FOUR: gl.constexpr = ROWS_PER_THREAD == 4
-    return gl.inline_asm_elementwise(
-        LAZY_ROW_MAX_4 if FOUR else LAZY_ROW_MAX_8, LAZY_ROW_MAX_4_CONSTRAINTS if FOUR else LAZY_ROW_MAX_8_CONSTRAINTS,
-        [lane_max, row_max], (gl.float32, gl.float32, gl.int32), False, 4 if FOUR else 8,
-    )  # fmt: skip
-
-
-@gluon.jit
-def rescale_if_flagged(x, scales, flags, NUM_ELEMENTS: gl.constexpr):
-    """Returns x × scales; skipped where the first flag of a thread's NUM_ELEMENTS, 16, 32 or 64, is 0."""
-    PTX: gl.constexpr = RESCALE_16 if NUM_ELEMENTS == 16 else RESCALE_32 if NUM_ELEMENTS == 32 else RESCALE_64
-    CONSTRAINTS: gl.constexpr = (
-        RESCALE_16_CONSTRAINTS
-        if NUM_ELEMENTS == 16
-        else RESCALE_32_CONSTRAINTS
-        if NUM_ELEMENTS == 32
-        else RESCALE_64_CONSTRAINTS
-    )
-    return gl.inline_asm_elementwise(PTX, CONSTRAINTS, [x, scales, flags], gl.float32, is_pure=True, pack=NUM_ELEMENTS)

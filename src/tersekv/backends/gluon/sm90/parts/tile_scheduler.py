@@ -52,15 +52,6 @@ class CtaRange(NamedTuple):
 
 
 @gluon.jit
-def first_visible_n_block(num_keys, seqlen_q, cfg: gl.constexpr):
-    """Returns the first n_block that some query row's window reaches."""
-    if cfg.WINDOW > 0:
-        return gl.maximum(num_keys - seqlen_q - cfg.WINDOW + 1, 0) // cfg.BLOCK_N
-    else:
-        return num_keys * 0
-
-
-@gluon.jit
 def load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, m_request, cfg: gl.constexpr):
     """Loads the RequestShape of request i_request, or of several: no query rows where m_request is false."""
     num_keys = gl.load(SEQ_LENS + i_request, mask=m_request, other=0).to(gl.int32)
@@ -70,7 +61,11 @@ def load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, m_r
     else:
         q_begin = i_request * cfg.MAX_SEQLEN_Q
         seqlen_q = gl.where(m_request, cfg.MAX_SEQLEN_Q, 0)
-    first_n_block = first_visible_n_block(num_keys, seqlen_q, cfg)
+    # The first n_block that some query row's window reaches.
+    if cfg.WINDOW > 0:
+        first_n_block = gl.maximum(num_keys - seqlen_q - cfg.WINDOW + 1, 0) // cfg.BLOCK_N
+    else:
+        first_n_block = num_keys * 0
     # A request without keys still has outputs to write: one empty n_block.
     num_n_blocks = gl.maximum((num_keys + cfg.BLOCK_N - 1) // cfg.BLOCK_N - first_n_block, 1)
     num_m_blocks = (seqlen_q * cfg.GROUP + cfg.BLOCK_M - 1) // cfg.BLOCK_M

@@ -143,47 +143,6 @@ def _mul_f16x2(x, scales):
 
 # NOTE: result types are written out below: Triton 3.9 accepts no named tuple of types.
 @gluon.jit
-def _dequant_e2m1x8_to_f16x2x4_div_64(packed_words, e4m3_scale_bytes):
-    """Returns e2m1 codes × block scales × 2^-6, as four registers."""
-    NUM_KEYS: gl.constexpr = packed_words.shape[0]
-    PACKED_WORDS: gl.constexpr = packed_words.shape[1]
-    scales = gl.inline_asm_elementwise(_BLOCK_SCALE_PTX, "=r,r", [e4m3_scale_bytes.to(gl.int32)], gl.int32, True, 1)
-    scales, _ = gl.broadcast(
-        scales[:, :, None],
-        gl.full([NUM_KEYS, PACKED_WORDS // 2, 2], 0, gl.int32, block_scale_broadcast_layout(PACKED_WORDS)),
-    )
-    scales = gl.convert_layout(
-        scales.reshape([NUM_KEYS, PACKED_WORDS]), packed_codes_layout(PACKED_WORDS), assert_trivial=True
-    )
-    return gl.inline_asm_elementwise(
-        _E2M1_PTX, "=&r,=&r,=&r,=&r,r,r", [packed_words, scales], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
-    )
-
-
-@gluon.jit
-def _int4x8_minus_zero_points_to_f16x2x4(packed_words, zero_points):
-    """Returns int4 codes minus the zero points of their rows, as four registers."""
-    zero_points = copy_low_16_bits_to_high(zero_points)
-    low, _ = gl.broadcast((zero_points | 0x64006400)[:, None], packed_words)
-    high, _ = gl.broadcast(((zero_points << 4) | 0x54005400)[:, None], packed_words)
-    return gl.inline_asm_elementwise(
-        _INT4_PTX, "=&r,=&r,=&r,=&r,r,r,r", [packed_words, low, high], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
-    )
-
-
-@gluon.jit
-def _convert_8bit_x4_to_f16x2x2(packed_words, stored_format: gl.constexpr):
-    """Returns 8-bit codes as two registers of fp16 pairs."""
-    if stored_format.CODE == "e4m3":
-        return gl.inline_asm_elementwise(E4M3_K_PTX, "=r,=r,r", [packed_words], (gl.int32, gl.int32), True, 1)
-    elif stored_format.CODE == "e5m2":
-        return gl.inline_asm_elementwise(E5M2_K_PTX, "=&r,=&r,r", [packed_words], (gl.int32, gl.int32), True, 1)
-    else:
-        gl.static_assert(stored_format.CODE == "int8", "a code that this kernel does not know")
-        return gl.inline_asm_elementwise(INT8_K_PTX, "=r,=r,r", [packed_words], (gl.int32, gl.int32), True, 1)
-
-
-@gluon.jit
 def dequant_rows_to_f16x2(packed, packed_v_scales_or_block_scales, IS_V: gl.constexpr, stored_format: gl.constexpr):
     """Returns packed codes [BLOCK_N, W] as fp16 pairs in row order.
 
@@ -195,18 +154,42 @@ def dequant_rows_to_f16x2(packed, packed_v_scales_or_block_scales, IS_V: gl.cons
     if stored_format.PACK == 4:
         if stored_format.BLOCK_SCALES:
             gl.static_assert(stored_format.CODE == "e2m1", "a code that this kernel does not know")
-            x = _dequant_e2m1x8_to_f16x2x4_div_64(packed, packed_v_scales_or_block_scales)
+            # Codes × block scales × 2^-6.
+            scales = packed_v_scales_or_block_scales.to(gl.int32)
+            scales = gl.inline_asm_elementwise(_BLOCK_SCALE_PTX, "=r,r", [scales], gl.int32, True, 1)
+            scales, _ = gl.broadcast(
+                scales[:, :, None],
+                gl.full([NUM_KEYS, PACKED_WORDS // 2, 2], 0, gl.int32, block_scale_broadcast_layout(PACKED_WORDS)),
+            )
+            scales = gl.convert_layout(
+                scales.reshape([NUM_KEYS, PACKED_WORDS]), packed_codes_layout(PACKED_WORDS), assert_trivial=True
+            )
+            x = gl.inline_asm_elementwise(
+                _E2M1_PTX, "=&r,=&r,=&r,=&r,r,r", [packed, scales], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
+            )
         else:
             gl.static_assert(stored_format.CODE == "int4", "a code that this kernel does not know")
-            zero_points = (packed_v_scales_or_block_scales >> (16 if IS_V else 20)) & 15
-            x = _int4x8_minus_zero_points_to_f16x2x4(packed, zero_points)
+            # Codes minus the zero points of their rows.
+            zero_points = copy_low_16_bits_to_high((packed_v_scales_or_block_scales >> (16 if IS_V else 20)) & 15)
+            low, _ = gl.broadcast((zero_points | 0x64006400)[:, None], packed)
+            high, _ = gl.broadcast(((zero_points << 4) | 0x54005400)[:, None], packed)
+            x = gl.inline_asm_elementwise(
+                _INT4_PTX, "=&r,=&r,=&r,=&r,r,r,r", [packed, low, high],
+                (gl.int32, gl.int32, gl.int32, gl.int32), True, 1,
+            )  # fmt: skip
             if IS_V:
                 scales = copy_low_16_bits_to_high(packed_v_scales_or_block_scales)[:, None]
                 x = (_mul_f16x2(x[0], scales), _mul_f16x2(x[1], scales),
                      _mul_f16x2(x[2], scales), _mul_f16x2(x[3], scales))  # fmt: skip
         return gl.join(gl.join(x[0], x[2]), gl.join(x[1], x[3])).reshape([NUM_KEYS, 4 * PACKED_WORDS])
     else:
-        low, high = _convert_8bit_x4_to_f16x2x2(packed, stored_format)
+        if stored_format.CODE == "e4m3":
+            low, high = gl.inline_asm_elementwise(E4M3_K_PTX, "=r,=r,r", [packed], (gl.int32, gl.int32), True, 1)
+        elif stored_format.CODE == "e5m2":
+            low, high = gl.inline_asm_elementwise(E5M2_K_PTX, "=&r,=&r,r", [packed], (gl.int32, gl.int32), True, 1)
+        else:
+            gl.static_assert(stored_format.CODE == "int8", "a code that this kernel does not know")
+            low, high = gl.inline_asm_elementwise(INT8_K_PTX, "=r,=r,r", [packed], (gl.int32, gl.int32), True, 1)
         if stored_format.TOKEN_SCALES and IS_V:
             scales = copy_low_16_bits_to_high(packed_v_scales_or_block_scales)[:, None]
             low, high = _mul_f16x2(low, scales), _mul_f16x2(high, scales)

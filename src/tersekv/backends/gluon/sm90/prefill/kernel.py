@@ -42,32 +42,6 @@ def allocate_stages_and_mbarriers(
 
 
 @gluon.jit
-def allocate_query_parts_and_mbarriers(dtype: gl.constexpr, cfg: gl.constexpr):
-    """Allocates the one query tile of both consumers, in parts of its columns."""
-    tiles = gl.allocate_shared_memory(
-        dtype, [cfg.K_PARTS, ROWS_PER_WARPGROUP, cfg.K_COLUMNS], gl.NVMMASharedLayout(128, 16, 2)
-    )
-    return PipelineStages(tiles, allocate_mbarriers(2, 1), allocate_mbarriers(2, 1))
-
-
-@gluon.jit
-def allocate_shared_p_scales_and_mbarriers(dtype: gl.constexpr, cfg: gl.constexpr):
-    """Allocates SharedP."""
-    UNSWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tiles = gl.allocate_shared_memory(
-        dtype, [cfg.STAGES, ROWS_PER_WARPGROUP, cfg.BLOCK_N], gl.NVMMASharedLayout(128, 16, 2)
-    )
-    rescales = gl.allocate_shared_memory(gl.float32, [cfg.STAGES, ROWS_PER_WARPGROUP], UNSWIZZLED)
-    acc_scales = gl.allocate_shared_memory(gl.float32, [ROWS_PER_WARPGROUP], UNSWIZZLED)
-    full_barriers, empty_barriers = allocate_mbarriers(cfg.STAGES, 1), allocate_mbarriers(cfg.STAGES, 1)
-    # No ping-pong here: the first field is a placeholder.
-    return SharedP(
-        full_barriers, tiles, rescales, full_barriers, empty_barriers, acc_scales, allocate_mbarriers(1, 1),
-        allocate_mbarriers(1, 1),
-    )  # fmt: skip
-
-
-@gluon.jit
 def view_as_e4m3(stages):
     """Returns a view of packed stages as e4m3 codes."""
     NUM_COLUMNS: gl.constexpr = 2 * stages.tiles.shape[2]
@@ -193,8 +167,13 @@ def prefill_kernel(
     Q_DTYPE: gl.constexpr = Q.dtype
     STAGES: gl.constexpr = cfg.STAGES
     READERS: gl.constexpr = 1 if cfg.COLUMN_SPLIT else 2  # consumers that read a stage of K or V
-    if cfg.COLUMN_SPLIT:
-        q_stages = allocate_query_parts_and_mbarriers(MMA_DTYPE, cfg)
+    UNSWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    UNSWIZZLED_2D: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    if cfg.COLUMN_SPLIT:  # the one query tile of both consumers, in parts of its columns
+        q_tiles = gl.allocate_shared_memory(
+            MMA_DTYPE, [cfg.K_PARTS, ROWS_PER_WARPGROUP, cfg.K_COLUMNS], gl.NVMMASharedLayout(128, 16, 2)
+        )
+        q_stages = PipelineStages(q_tiles, allocate_mbarriers(2, 1), allocate_mbarriers(2, 1))
     else:
         q_stages = allocate_stages_and_mbarriers(MMA_DTYPE, 2, ROWS_PER_WARPGROUP, cfg.D, 1)
     if cfg.FP8_QK:
@@ -206,17 +185,22 @@ def prefill_kernel(
     else:
         v_stages = allocate_stages_and_mbarriers(MMA_DTYPE, cfg.V_STAGES, cfg.BLOCK_N, cfg.V_COLUMNS, READERS)
     if cfg.COLUMN_SPLIT:
-        shared_p = allocate_shared_p_scales_and_mbarriers(MMA_DTYPE, cfg)
+        p_tiles = gl.allocate_shared_memory(
+            MMA_DTYPE, [STAGES, ROWS_PER_WARPGROUP, cfg.BLOCK_N], gl.NVMMASharedLayout(128, 16, 2)
+        )
+        rescales = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS_PER_WARPGROUP], UNSWIZZLED)
+        acc_scales = gl.allocate_shared_memory(gl.float32, [ROWS_PER_WARPGROUP], UNSWIZZLED)
+        p_full, p_empty = allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, 1)
+        # No ping-pong here: the first field is a placeholder.
+        shared_p = SharedP(
+            p_full, p_tiles, rescales, p_full, p_empty, acc_scales, allocate_mbarriers(1, 1), allocate_mbarriers(1, 1)
+        )
     else:
         warp_scheduler_barriers = None
         if cfg.PING_PONG:
             warp_scheduler_barriers = allocate_mbarriers(2, 1)
         shared_p = SharedP(warp_scheduler_barriers, None, None, None, None, None, None, None)
-    tile_info = gl.allocate_shared_memory(
-        gl.int32, [PAGE_IDS_ROW + 1, TILE_INFO_FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
-    UNSWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    UNSWIZZLED_2D: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    tile_info = gl.allocate_shared_memory(gl.int32, [PAGE_IDS_ROW + 1, TILE_INFO_FIELDS], UNSWIZZLED)
     # Placeholders: without stored scales none is read.
     k_scales_smem, row_scales_smem, tile_v_scales = tile_info, tile_info, tile_info
     k_block_scales_smem, v_block_scales_smem = tile_info, tile_info

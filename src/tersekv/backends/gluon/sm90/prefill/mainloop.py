@@ -24,7 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...versions import reinterpret, thread_barrier
 from ..parts.epilogue import cast_output_saturating_fp8, compute_acc_scale_and_lse
-from ..parts.hadamard import RotationTensors, unrotate_and_scale_acc_rows, unscale_and_rotate_new_v_acc_rows
+from ..parts.hadamard import (
+    RotationTensors,
+    blockwise_hadamard_unnormalized,
+    load_normalized_signs_times_channel_scales_if_any,
+    unrotate_and_scale_acc_rows,
+)
 from ..parts.online_softmax import (
     FP8RowMax,
     pack_p_16bit,
@@ -346,14 +351,6 @@ def store_p_and_rescale_for_second_consumer(shared_p, p, rescale, iter, P_DTYPE:
     sync_and_arrive(shared_p.full_barriers.index(stage))
 
 
-@gluon.jit
-def store_acc_scale_for_second_consumer(shared_p, acc_scale, num_done):
-    """Stores acc_scale of a work tile's rows for the other consumer."""
-    mbarrier.wait(shared_p.acc_empty_barrier.index(0), (num_done & 1) ^ 1)
-    shared_p.acc_scales.store(acc_scale)
-    sync_and_arrive(shared_p.acc_full_barrier.index(0))
-
-
 # ---- PV in e4m3, which `precision="fast"` permits ----
 # 8-bit WGMMA needs both operands K-major. So the converter transposes V: ldmatrix with two columns an element, then one
 # byte permute of two keys and the two eight keys later. That permutes the keys of every 16 into the order in which a
@@ -413,22 +410,6 @@ def pack_p_e4m3(p):
 
 
 @gluon.jit
-def unpack_p_e4m3_to_mma_operand(p_packed, cfg: gl.constexpr):
-    """Returns packed P as an MMA operand [rows, keys].
-
-    NOTE: pack the next P only after no MMA reads this one: ptxas gives both the same registers, and would serialize
-    the MMAs.
-    """
-    A: gl.constexpr = gl.DotOperandLayout(0, half_acc_layout(cfg), 4)
-    low_bytes = gl.join(p_packed.to(gl.int8), (p_packed >> 8).to(gl.int8))
-    high_bytes = gl.join((p_packed >> 16).to(gl.int8), (p_packed >> 24).to(gl.int8))
-    codes = gl.reshape(
-        gl.permute(gl.join(low_bytes, high_bytes), (0, 1, 3, 2)), [p_packed.shape[0], 4 * p_packed.shape[1]]
-    )
-    return gl.convert_layout(codes.to(gl.float8e4nv, bitcast=True), A, assert_trivial=True)
-
-
-@gluon.jit
 def start_half_pv_from_zero(p_operand, v_stages, iter, I_COLUMN_HALF: gl.constexpr, cfg: gl.constexpr):
     """Starts PV of a tile for half of V's columns; returns it in flight."""
     stage, _ = stage_and_phase(iter, cfg.STAGES)
@@ -454,7 +435,16 @@ def concat_halves(acc_left, acc_right, LAYOUT: gl.constexpr):
 @gluon.jit
 def start_qk_add_left_pv_start_right_pv(state, q, q_stages, k_stages, v_stages, iter, has_next, cfg: gl.constexpr):
     """Returns (scores in flight, acc_left after PV, PV of the other half in flight), all by 8-bit MMAs."""
-    p_operand = unpack_p_e4m3_to_mma_operand(state.p_packed, cfg)
+    # P to an MMA operand [rows, keys].
+    # NOTE: pack the next P only after no MMA reads this one: ptxas gives both the same registers, and would serialize
+    # the MMAs.
+    p = state.p_packed
+    low_bytes = gl.join(p.to(gl.int8), (p >> 8).to(gl.int8))
+    high_bytes = gl.join((p >> 16).to(gl.int8), (p >> 24).to(gl.int8))
+    codes = gl.permute(gl.join(low_bytes, high_bytes), (0, 1, 3, 2))
+    codes = gl.reshape(codes, [p.shape[0], 4 * p.shape[1]]).to(gl.float8e4nv, bitcast=True)
+    p_operand = gl.convert_layout(codes, gl.DotOperandLayout(0, half_acc_layout(cfg), 4), assert_trivial=True)
+    # PV of the left half while QK runs, then of the right half.
     acc_left = start_half_pv_from_zero(p_operand, v_stages, iter - 1, 0, cfg)
     s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg, has_next)
     acc_left = rescale_and_add(state.acc_left, warpgroup_mma_wait(1, [acc_left]), state.rescale)
@@ -598,15 +588,6 @@ def mainloop_except_first_qk_and_last_pv(
 
 
 @gluon.jit
-def load_v_scale_times_out_scale(work_tile, call_scales, cfg: gl.constexpr):
-    """Returns the scale of a work tile's output: v_scale × out_scale."""
-    v_scale = call_scales.v_scale
-    if cfg.HAS_V_SCALE:
-        v_scale = v_scale * gl.load(call_scales.V_SCALE + kv_head_of(work_tile, cfg) * cfg.V_SCALE_STRIDE)
-    return v_scale
-
-
-@gluon.jit
 def tokens_heads_and_mask_of_output_rows(work_tile, I_TILE: gl.constexpr, ROW_LAYOUT: gl.constexpr, cfg: gl.constexpr):
     """Returns (tokens, query heads, row exists) of 64 rows of a work tile."""
     o_r = I_TILE * ROWS_PER_WARPGROUP + gl.arange(0, ROWS_PER_WARPGROUP, ROW_LAYOUT)
@@ -636,7 +617,10 @@ def store_output_and_lse(OUT, LSE, SINKS, work_tile, state, v_scale, strides, sh
     tokens, q_heads, m_row = tokens_heads_and_mask_of_output_rows(work_tile, I_CONSUMER, ROW, cfg)
     acc_scale, lse = compute_acc_scale_and_lse(row_max, row_sum, v_scale, SINKS, q_heads, m_row, cfg)
     if cfg.COLUMN_SPLIT:
-        store_acc_scale_for_second_consumer(shared_p, acc_scale, num_done)
+        # acc_scale for the other consumer.
+        mbarrier.wait(shared_p.acc_empty_barrier.index(0), (num_done & 1) ^ 1)
+        shared_p.acc_scales.store(acc_scale)
+        sync_and_arrive(shared_p.acc_full_barrier.index(0))
     store_output_columns(OUT, state.acc_o, acc_scale, (tokens, q_heads, m_row), strides, 0, cfg)
     if cfg.HAS_LSE:
         gl.store(LSE + tokens * strides[2] + q_heads * strides[3], lse, mask=m_row)
@@ -735,7 +719,9 @@ def consumer(out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_sta
             # Epilogue of the finished work tile.
             if cfg.V_ROTATION.ENABLED:
                 acc_o = unrotate_and_scale_acc_rows(acc_o, call_scales.rotation, kv_head_of(finished_tile, cfg), cfg)
-            v_scale = load_v_scale_times_out_scale(finished_tile, call_scales, cfg)
+            v_scale = call_scales.v_scale  # × out_scale
+            if cfg.HAS_V_SCALE:
+                v_scale = v_scale * gl.load(call_scales.V_SCALE + kv_head_of(finished_tile, cfg) * cfg.V_SCALE_STRIDE)
             store_output_and_lse(
                 OUT, LSE, SINKS, finished_tile, SoftmaxState(acc_o, row_max, state.row_sum, state.p_packed), v_scale,
                 strides, shared_p, num_done - 1, I_CONSUMER, cfg,
@@ -764,18 +750,6 @@ def view_stages_as(stages, DTYPE: gl.constexpr):
         stages.full_barriers,
         stages.empty_barriers,
     )
-
-
-@gluon.jit
-def load_score_and_v_scale_of_cached_kv(work_tile, call_scales, cfg: gl.constexpr):
-    """Returns (score scale, V scale) of cached K and V for a work tile's head."""
-    kv_head = kv_head_of(work_tile, cfg)
-    score_scale, v_scale = call_scales.cached_score_scale, call_scales.v_scale
-    if cfg.HAS_K_SCALE:
-        score_scale = score_scale * gl.load(call_scales.K_SCALE + kv_head * cfg.K_SCALE_STRIDE)
-    if cfg.HAS_V_SCALE:
-        v_scale = v_scale * gl.load(call_scales.V_SCALE + kv_head * cfg.V_SCALE_STRIDE)
-    return score_scale, gl.where(gl.abs(v_scale) < MIN_V_SCALE, MIN_V_SCALE, v_scale)
 
 
 @gluon.jit
@@ -813,7 +787,15 @@ def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales
     release_v(v_stages, prev_stage, cfg)
     acc_o = acc_o * gl.convert_layout(rescale / cached_v_scale, gl.SliceLayout(1, acc_o.type.layout))[:, None]
     if cfg.V_ROTATION.ENABLED:
-        acc_o = unscale_and_rotate_new_v_acc_rows(acc_o, call_scales.rotation, kv_head, cfg)
+        # Rotate acc_o of new V, to be added to that of cached V.
+        ROTATION: gl.constexpr = cfg.V_ROTATION
+        rotation, o_d = call_scales.rotation, gl.arange(0, acc_o.shape[1], gl.SliceLayout(0, acc_o.type.layout))
+        column_scales = load_normalized_signs_times_channel_scales_if_any(
+            rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION, True
+        )
+        acc_o = acc_o * column_scales[None, :]
+        if ROTATION.ROTATED:
+            acc_o = blockwise_hadamard_unnormalized(acc_o, 1, cfg.HEAD_DIM_V & -cfg.HEAD_DIM_V)
     return SoftmaxState(acc_o, row_max, row_sum, p_packed)
 
 
@@ -858,7 +840,14 @@ def consumer_new_then_cached(
         state, iter, _code_iter = mainloop_except_first_qk_and_last_pv(
             state, mask_args, q, score_scales, stored_scales, call_scales.softcap, q_stages, new_k_stages, new_v_stages,
             shared_p, iter, iter, work_tile, has_no_cached, I_CONSUMER, new_cfg)  # fmt: skip
-        cached_score_scale, v_unit = load_score_and_v_scale_of_cached_kv(work_tile, call_scales, cfg)
+        # Scales of cached K and V.
+        kv_head = kv_head_of(work_tile, cfg)
+        cached_score_scale, v_unit = call_scales.cached_score_scale, call_scales.v_scale
+        if cfg.HAS_K_SCALE:
+            cached_score_scale = cached_score_scale * gl.load(call_scales.K_SCALE + kv_head * cfg.K_SCALE_STRIDE)
+        if cfg.HAS_V_SCALE:
+            v_unit = v_unit * gl.load(call_scales.V_SCALE + kv_head * cfg.V_SCALE_STRIDE)
+        v_unit = gl.where(gl.abs(v_unit) < MIN_V_SCALE, MIN_V_SCALE, v_unit)
         v_unit = gl.where(has_no_cached, 1.0, v_unit)
         if has_no_cached:
             if cfg.COLUMN_SPLIT:

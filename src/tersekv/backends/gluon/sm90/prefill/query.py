@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...versions import reinterpret, thread_barrier
 from ..parts.dequant import biased_exponent_and_inv_scale_of_rows, exponent_to_float
-from ..parts.hadamard import scale_and_rotate_query_rows
+from ..parts.hadamard import blockwise_hadamard_unnormalized, load_normalized_signs_times_channel_scales_if_any
 
 ROWS_PER_WARPGROUP = gl.constexpr(64)
 
@@ -62,7 +62,15 @@ def prepare_loaded_whole_query_and_q_scales(
             x = reinterpret(tiles, LOADED_Q_DTYPE, tiles.shape, tiles.layout).index(I_CONSUMER)
         x = x.load(LOAD_LAYOUT).to(gl.float32) * score_scale_sign
         if cfg.K_ROTATION.ENABLED:
-            x = scale_and_rotate_query_rows(x, rotation, kv_head, cfg)
+            # Rotate and scale query rows like the cache's keys.
+            ROTATION: gl.constexpr = cfg.K_ROTATION
+            o_d = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+            column_scales = load_normalized_signs_times_channel_scales_if_any(
+                rotation.K_SIGNS, rotation.K_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM, ROTATION
+            )
+            x = x * column_scales[None, :]
+            if ROTATION.ROTATED:
+                x = blockwise_hadamard_unnormalized(x, 1, cfg.HEAD_DIM & -cfg.HEAD_DIM)
         if gl.bfloat16 == LOADED_Q_DTYPE or cfg.K_ROTATION.ENABLED:
             exponent, inv_scale = biased_exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
             x = x * inv_scale[:, None]
