@@ -1,6 +1,7 @@
 """One backend and format in vLLM's engine, 8 layers with a known model's sizes and random weights: right, then fast.
 
-`speed`: Llama-3-8B's sizes. `hybrid`: Qwen3.5-27B's, a layer of four with attention and heads of 256, without experts.
+`speed`: Llama-3-8B's sizes. `hybrid`: Qwen3.5-27B's, a layer of four with attention and heads of 256; vLLM's class
+wants experts in a layer, of which a token takes one.
 `sinks`: gpt-oss-20b's, heads of 64, sinks, a window of 128 in every other layer, 8 experts.
 """
 
@@ -32,8 +33,9 @@ MODEL = {
 HYBRID = {
     **MODEL, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "rms_norm_eps": 1e-6,
     "hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 24, "num_key_value_heads": 4,
-    "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "num_experts": 0,
-    "decoder_sparse_step": 1, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "decoder_sparse_step": 8,
+    "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 17408, "shared_expert_intermediate_size": 0,
+    "norm_topk_prob": True, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_num_key_heads": 16, "linear_num_value_heads": 48, "attention_bias": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
 }  # fmt: skip
@@ -85,8 +87,10 @@ def run(case: Case, work: Path) -> dict[str, Any]:
             "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": s.graphs,
         },
     }  # fmt: skip
-    if s.has_prefixes:  # of a hybrid the engine chooses: as large as a state
+    if s.has_prefixes:
         options["block_size"] = BLOCK
+    else:  # of a hybrid the engine chooses it, as large as a state; its other prefill backend is compiled by nvcc
+        options["gdn_prefill_backend"] = "triton"
     if case.tiny:  # on a CPU the platform counts in its own unit
         options |= {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": 64}
     with engine(config(work / case.kind, **s.model), case, **options) as llm:

@@ -384,11 +384,18 @@ def test_a_warp_unpacks_four_bits_once_for_32_rows(fmt, options):
     assert split["sass"]().count("HMMA.16816.F32") == 4 * 32 * options.get("head_dim", 128) // 128
 
 
-@pytest.mark.parametrize(("fmt", "options"), [("nvfp4", {}), ("nvfp4", {"drafts": 8}), ("fp8_e4m3", {"drafts": 8})])
+@pytest.mark.parametrize(("fmt", "options"), [("nvfp4", {}), ("nvfp4", {"drafts": 8})])
 def test_a_query_that_is_not_copied_comes_by_whole_stretches(fmt, options):
     sass = compiled(call_of(fmt, **options))[0]["sass"]()
     assert "LDG.E.128" in sass
     assert "LDG.E.U16" not in sass
+
+
+def test_64_rows_a_warpgroup_load_their_query_as_a_fragment():
+    """A thread's part of the left operand: two columns at a time, without a way through shared memory."""
+    split = compiled(call_of("fp8_e4m3", drafts=8))[0]
+    assert split["name"] == "decode_64_rows_per_warpgroup_kernel"
+    assert "LDG.E.U16" not in split["sass"]()
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ Two ways in, one result:
     compile_launches(run, call, config, arch)          every kernel that a backend's `run(call, config)` launches,
                                                        specialised exactly as the real launch would be
 
-Tensor copies of a Gluon kernel that a GPU would trap on raise (`copies.faults`), and so do Hopper's products of
-matrices whose place got lost (`descriptors.faults`) and offsets that 32 bits do not hold (`strides.faults`). The result
-is a dict:
+Tensor copies of a Gluon kernel that a GPU would trap on raise (`copies.faults`), and so do mbarriers that share memory
+(`barriers.faults`), Hopper's products of matrices whose place got lost (`descriptors.faults`) and offsets that 32 bits
+do not hold (`strides.faults`). The result is a dict:
     n_regs, n_spills, shared    registers a thread, bytes of local memory a thread (0: no spills), shared bytes a block
     ttir, ttgir, llir, ptx      texts of the stages; on AMD `amdgcn` instead of `ptx`
     sass                        a function: the disassembly (NVIDIA; takes a moment)
@@ -25,6 +25,7 @@ import subprocess
 import tempfile
 from typing import Any
 
+import barriers
 import descriptors
 import strides
 import triton
@@ -127,6 +128,8 @@ def _compile(fn, signature, constexprs, attrs, arch, options) -> dict[str, Any]:
     texts = {k: v for k, v in compiled.asm.items() if isinstance(v, str)}
     if fn.is_gluon():
         assert not faults(texts["ttgir"]), f"{compiled.metadata.name}: {faults(texts['ttgir'])}"
+        shared = barriers.faults(texts["ttgir"], arch)
+        assert not shared, f"{compiled.metadata.name}: {shared}"
     short = strides.faults(texts["ttgir" if fn.is_gluon() else "ttir"])
     assert not short, f"{compiled.metadata.name}: {short}"
     out: dict[str, Any] = {**texts, "metadata": compiled.metadata, "name": compiled.metadata.name}

@@ -851,7 +851,11 @@ def mla_decode_three_warpgroups_kernel(
     if cfg.GROUP_SCALES:
         score_scales = gl.allocate_shared_memory(gl.float32, [SCALE_COLUMNS * STAGES, BLOCK_N], FLAT_LAYOUT)
         v_scale_ratios = gl.allocate_shared_memory(gl.float16, [STAGES * cfg.CHUNKS, BLOCK_N], FLAT_LAYOUT)
-    full, empty, scales_full = allocate_mbarrier_groups(STAGES, (copy_arrivals(cfg), 3, 1))
+    if cfg.GROUP_SCALES:
+        full, empty, scales_full = allocate_mbarrier_groups(STAGES, (copy_arrivals(cfg), 3, 1))
+    else:
+        full, empty = allocate_mbarrier_groups(STAGES, (copy_arrivals(cfg), 3))
+        scales_full = full  # a placeholder
     p_full, p_empty = allocate_mbarrier_groups(P_STAGES, (1, 2))
     q_full, q_empty, first_q_full = allocate_mbarrier_groups(1, (2, 2, 2))
     mbarriers = Mbarriers(full, empty, p_full, p_empty, q_full, q_empty, first_q_full, scales_full)

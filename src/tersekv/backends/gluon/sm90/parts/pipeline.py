@@ -20,6 +20,9 @@ def allocate_mbarrier_groups(STAGES: gl.constexpr, arrival_counts):
     NOTE: groups are initialized together, stage by stage: the compiler inserts a barrier of all threads between two
     initializations of one group. Each group has memory of its own: between an arrival and a wait that share memory it
     inserts one too.
+
+    NOTE: every group must be used. The compiler gives the memory of an unused one to other buffers, but a GPU that is
+    preempted by another process restores what it knows as mbarriers, and so overwrites 16 bytes of those.
     """
     groups = ()
     for _ in gl.static_range(len(arrival_counts)):

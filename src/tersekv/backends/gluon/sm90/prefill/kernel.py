@@ -31,13 +31,19 @@ from .tile_scheduler import PAGE_IDS_ROW, TILE_INFO_FIELDS, load_q_begin
 
 
 @gluon.jit
+def allocate_tiles(dtype: gl.constexpr, STAGES: gl.constexpr, NUM_ROWS: gl.constexpr, NUM_COLUMNS: gl.constexpr):
+    """Allocates STAGES tiles [NUM_ROWS, NUM_COLUMNS] of 16-bit elements."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(2 * NUM_COLUMNS, 128), 16, 2)
+    return gl.allocate_shared_memory(dtype, [STAGES, NUM_ROWS, NUM_COLUMNS], LAYOUT)
+
+
+@gluon.jit
 def allocate_stages_and_mbarriers(
     dtype: gl.constexpr, STAGES: gl.constexpr, NUM_ROWS: gl.constexpr, NUM_COLUMNS: gl.constexpr,
     NUM_READERS: gl.constexpr,
 ):  # fmt: skip
-    """Allocates STAGES tiles [NUM_ROWS, NUM_COLUMNS] of 16-bit elements with full and empty barriers."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(2 * NUM_COLUMNS, 128), 16, 2)
-    tiles = gl.allocate_shared_memory(dtype, [STAGES, NUM_ROWS, NUM_COLUMNS], LAYOUT)
+    """Does `allocate_tiles`, with full and empty barriers."""
+    tiles = allocate_tiles(dtype, STAGES, NUM_ROWS, NUM_COLUMNS)
     return PipelineStages(tiles, allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, NUM_READERS))
 
 
@@ -170,12 +176,13 @@ def prefill_kernel(
     UNSWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     UNSWIZZLED_2D: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     if cfg.COLUMN_SPLIT:  # the one query tile of both consumers, in parts of its columns
-        q_tiles = gl.allocate_shared_memory(
-            MMA_DTYPE, [cfg.K_PARTS, ROWS_PER_WARPGROUP, cfg.K_COLUMNS], gl.NVMMASharedLayout(128, 16, 2)
-        )
-        q_stages = PipelineStages(q_tiles, allocate_mbarriers(2, 1), allocate_mbarriers(2, 1))
+        q_tiles = allocate_tiles(MMA_DTYPE, cfg.K_PARTS, ROWS_PER_WARPGROUP, cfg.K_COLUMNS)
     else:
-        q_stages = allocate_stages_and_mbarriers(MMA_DTYPE, 2, ROWS_PER_WARPGROUP, cfg.D, 1)
+        q_tiles = allocate_tiles(MMA_DTYPE, 2, ROWS_PER_WARPGROUP, cfg.D)
+    TILE_INFO_READERS: gl.constexpr = 3 if cfg.CODE_STAGES > 0 else 2  # consumers and converter
+    q_stages = PipelineStages(
+        q_tiles, allocate_mbarriers(TILE_INFO_READERS, 1), allocate_mbarriers(TILE_INFO_READERS, 1)
+    )
     if cfg.FP8_QK:
         k_stages = allocate_stages_and_mbarriers(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_K, READERS)
     else:
@@ -227,7 +234,6 @@ def prefill_kernel(
     )  # fmt: skip
     k_code_stages, v_code_stages = k_stages, v_stages
     if cfg.CODE_STAGES > 0:
-        q_stages = PipelineStages(q_stages.tiles, allocate_mbarriers(3, 1), allocate_mbarriers(3, 1))
         if cfg.FP8_QK:
             k_stages = view_as_e4m3(k_code_stages)
         else:
