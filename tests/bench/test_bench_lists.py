@@ -73,8 +73,8 @@ def test_lists_are_of_what_a_row_sees_and_counted_by_the_key(case):
     for t in range(rows):
         request = t if case.requests else 0
         n = int(data.lengths(case)[request])
-        seen = n if case.requests else n - rows + t + 1
-        blocks = -(-seen // case.block)
+        visible_len = n if case.requests else n - rows + t + 1
+        blocks = -(-visible_len // case.block)
         for head, row in enumerate(lists.indices[t].tolist()):
             entries = [x for x in row if x >= 0]
             assert max(Counter(entries).values()) == 1
@@ -83,8 +83,8 @@ def test_lists_are_of_what_a_row_sees_and_counted_by_the_key(case):
             assert blocks - 1 in entries
             assert max(entries) < blocks
             read = [j for x in entries for j in range(x * case.block, (x + 1) * case.block)]
-            assert lists.positions(t, head).tolist() == [j for j in read if j < seen]
-            reads += sum(j < seen for j in read)
+            assert lists.positions(t, head).tolist() == [j for j in read if j < visible_len]
+            reads += sum(j < visible_len for j in read)
             keys |= {(request, head, j) for j in read if j < n}
     assert (lists.reads, lists.keys) == (reads, len(keys))
 

@@ -404,28 +404,22 @@ def test_one_is_not_true_and_a_pair_with_none_no_joined_query(bound):
         tersekv.mla_decode((joined, None), LATENT, **indices(), softmax_scale=0.1)
 
 
-def test_an_output_that_begins_at_an_argument_is_found_after_like_calls_that_did_not(bound):
-    q, rows, given = query(4), torch.randn(2, 4, 2, 32).to(BF), indices(1) | {"cu_seqlens_q": torch.tensor([0, 4])}
-    q = q[:, :2]
-    for _ in range(3):
-        tersekv.prefill(q, LAYER, **given, k=rows[0], v=rows[1], out=torch.empty(4, 2, 32, dtype=BF))
-    count = len(bound.calls)
-    with pytest.raises(ValueError, match="out: want memory of its own, got a tensor that begins where v does"):
-        tersekv.prefill(q, LAYER, **given, k=rows[0], v=rows[1], out=rows[1])
-    assert len(bound.calls) == count
+@pytest.mark.parametrize("v_before", [1, 0], ids=["k and v", "k twice"])
+def test_an_output_over_an_argument_is_found_after_like_calls_that_had_none(v_before, bound):
+    q, rows, lengths = query(4), torch.randn(2, 4, 2, 32).to(BF), indices(1) | {"cu_seqlens_q": torch.tensor([0, 4])}
 
+    def call(k, v, out=None):
+        out = torch.empty(4, 2, 32, dtype=BF) if out is None else out
+        tersekv.prefill(q[:, :2], LAYER, **lengths, k=rows[k], v=rows[v], out=out)
 
-def test_an_output_over_another_argument_is_found_after_calls_with_as_many_addresses(bound):
-    q, rows, given = query(4), torch.randn(2, 4, 2, 32).to(BF), indices(1) | {"cu_seqlens_q": torch.tensor([0, 4])}
-    q = q[:, :2]
     for _ in range(3):
-        tersekv.prefill(q, LAYER, **given, k=rows[0], v=rows[0], out=torch.empty(4, 2, 32, dtype=BF))
+        call(0, v_before)
     count = len(bound.calls)
-    assert count == 2, "two arguments that begin at one address take the short way"
+    assert count == 2, "the third call, and one whose arguments begin at one address, take the short way"
     with pytest.raises(ValueError, match="out: want memory of its own, got a tensor that begins where v does"):
-        tersekv.prefill(q, LAYER, **given, k=rows[0], v=rows[1], out=rows[1])
+        call(0, 1, rows[1])
     assert len(bound.calls) == count
-    tersekv.prefill(q, LAYER, **given, k=rows[0], v=rows[1], out=torch.empty(4, 2, 32, dtype=BF))
-    assert len(bound.calls) == count, "addresses of their own are another pattern"
-    tersekv.prefill(q, LAYER, **given, k=rows[1], v=rows[1], out=torch.empty(4, 2, 32, dtype=BF))
-    assert len(bound.calls) == count + 1
+    call(0, 1)
+    assert len(bound.calls) == count + v_before, "addresses of their own are another pattern than one address"
+    call(1, 1 - v_before)
+    assert len(bound.calls) == count + v_before + 1

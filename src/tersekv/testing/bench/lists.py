@@ -23,11 +23,11 @@ class Lists:
         rows, self.block = 1 if case.requests else case.tokens, case.block
         row = torch.arange(len(lens) * rows, device=lens.device)
         self.request = row // rows
-        self.seen = lens.long()[self.request] - rows + 1 + row % rows  # tokens that a row sees
-        blocks = -(-self.seen // case.block)
+        self.visible_lens = lens.long()[self.request] - rows + 1 + row % rows  # tokens that a row may attend to
+        blocks = -(-self.visible_lens // case.block)
         alike = ALIKE if case.lists == ALIKE_LISTS else 0.0
         self.indices = _drawn(blocks, heads, min(-(-case.listed // case.block), int(blocks.max())), alike)
-        read = (self.seen[:, None, None] - case.block * self.indices).clamp(0, case.block)
+        read = (self.visible_lens[:, None, None] - case.block * self.indices).clamp(0, case.block)
         self.reads = int(read.masked_fill_(self.indices < 0, 0).sum())
         self.keys = self._distinct(lens, heads)
 
@@ -43,19 +43,19 @@ class Lists:
         """Tokens that row t reads for a head."""
         entries = self.indices[t, head].long()
         tokens = entries[entries >= 0, None] * self.block + torch.arange(self.block, device=entries.device)
-        return tokens[tokens < self.seen[t]]
+        return tokens[tokens < self.visible_lens[t]]
 
 
-def _drawn(seen: Tensor, heads: int, n: int, alike: float) -> Tensor:
+def _drawn(visible_lens: Tensor, heads: int, n: int, alike: float) -> Tensor:
     """alike: share of its entries that a row has in common with all its neighbours, on the average of these groups."""
-    order, lists = torch.arange(int(seen.max()), device=seen.device), []
-    for some in seen.split(NEIGHBOURS):
-        last = some[:, None, None] - 1
-        score = torch.rand(len(some), heads, len(order), device=seen.device)
+    order, lists = torch.arange(int(visible_lens.max()), device=visible_lens.device), []
+    for neighbours in visible_lens.split(NEIGHBOURS):
+        last = neighbours[:, None, None] - 1
+        score = torch.rand(len(neighbours), heads, len(order), device=visible_lens.device)
         score.masked_fill_(order == last, -2).masked_fill_(order > last, 2)
         if alike:
             common = score[:1].topk(int(alike * n + random.random()), largest=False).indices
-            score.scatter_(-1, common.expand(len(some), -1, -1), -1).masked_fill_(order > last, 2)
+            score.scatter_(-1, common.expand(len(neighbours), -1, -1), -1).masked_fill_(order > last, 2)
         least, chosen = score.topk(n, largest=False)
         lists.append(chosen.to(torch.int32).masked_fill_(least > 1, -1))
     return torch.cat(lists)

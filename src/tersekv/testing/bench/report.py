@@ -172,11 +172,11 @@ def beside_dense(results: Iterable[Result]) -> Iterator[str]:
             groups[case.format, case.lists][case.id] = tflop_s(r) / tflop_s(dense)
     if groups:
         yield "keys per second over those of the dense decode over as many keys"
-    for (format, lists), shares in groups.items():
-        worst = min(shares, key=shares.__getitem__)
+    for (format, lists), ratios in groups.items():
+        worst = min(ratios, key=ratios.__getitem__)
         yield (
-            f"  {format:<19} {lists:<15}  {geometric_mean(shares.values()):.3g}x ({counted(len(shares), 'case')}), "
-            f"at least {shares[worst]:.3g}x: {worst}"
+            f"  {format:<19} {lists:<15}  {geometric_mean(ratios.values()):.3g}x ({counted(len(ratios), 'case')}), "
+            f"at least {ratios[worst]:.3g}x: {worst}"
         )
 
 
