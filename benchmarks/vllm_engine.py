@@ -15,6 +15,7 @@ from typing import Any
 
 ENGINES = Path(__file__).parent.parent / "tests" / "engines"  # trained checkpoints, and vLLM's engine on a CPU
 REFERENCE = ("FLASH_ATTN", "auto")
+REFERENCE_MLA = ("FLASH_ATTN_MLA", "auto")
 OURS = "tersekv"
 PHASE = "PHASE "
 BEGAN = time.perf_counter()
@@ -49,7 +50,12 @@ class Case:
 
     @property
     def is_reference(self) -> bool:
-        return (self.backend, self.dtype) == (REFERENCE if not self.tiny else (OURS, "auto"))
+        return (self.backend, self.dtype) == ((OURS, "auto") if self.tiny else reference_of(self.kind))
+
+
+def reference_of(kind: str) -> tuple[str, str]:
+    """vLLM's own backend over 16 bits, and its dtype."""
+    return REFERENCE_MLA if kind == "mla" else REFERENCE
 
 
 class Compiled:
@@ -93,17 +99,16 @@ def prepare(case: Case) -> None:
 
 @contextlib.contextmanager
 def engine(folder: Path, case: Case, **options: Any) -> Iterator[Any]:
-    """An engine over a checkpoint, or over random weights with load_format="dummy"."""
+    """An engine over a checkpoint, or with load_format=drawn_weights() over random weights."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.plugins import load_general_plugins
 
-    from tersekv.integrations.vllm import name
-
     load_general_plugins()
     given = {
         "skip_tokenizer_init": True, "dtype": "bfloat16", "kv_cache_dtype": case.dtype, "seed": 0,
-        "attention_backend": name() if case.backend == OURS else case.backend, "disable_log_stats": True, **options,
+        "attention_backend": our_name(case.kind == "mla") if case.backend == OURS else case.backend,
+        "disable_log_stats": True, **options,
     }  # fmt: skip
     if case.tiny:
         given |= {"enforce_eager": True, "compilation_config": {"mode": 0, "custom_ops": ["none"]}}
@@ -118,6 +123,19 @@ def engine(folder: Path, case: Case, **options: Any) -> Iterator[Any]:
         cleanup_dist_env_and_memory()
 
 
+def our_name(is_mla: bool) -> str:
+    """What this vLLM calls tersekv's backend; one that knows no names of plugins has CUSTOM alone, made MLA's here."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from tersekv.integrations.vllm import MLA_BACKEND, MLA_NAME, name
+
+    if is_mla and MLA_NAME in AttentionBackendEnum.__members__:
+        return MLA_NAME
+    if is_mla:
+        register_backend(AttentionBackendEnum.CUSTOM, MLA_BACKEND)
+    return name()
+
+
 def config(folder: Path, **sizes: Any) -> Path:
     """The config.json of a Llama."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -128,6 +146,19 @@ def config(folder: Path, **sizes: Any) -> Path:
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(entries))
     return folder
+
+
+def drawn_weights() -> str:
+    """The load_format of `draw_weights`: layers then make what they derive from weights, and graphs are captured."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    class Drawn(DummyModelLoader):
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            draw_weights(model)
+
+    register_model_loader("drawn")(Drawn)
+    return "drawn"
 
 
 def draw_weights(model: Any) -> None:
@@ -146,6 +177,8 @@ def draw_weights(model: Any) -> None:
         weight.data.normal_(0, weight.shape[-1] ** -0.5, generator=g)
         if "qkv_proj" in name:
             weight.data[: weight.shape[1]] *= 2
+        if "q_b_proj" in name:
+            weight.data *= 2
         if "embed" in name:
             weight.data *= weight.shape[-1] ** 0.5
 

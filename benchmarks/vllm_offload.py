@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from vllm_engine import LIMITS, OURS, Case, apart, config, draw_weights, engine, generate, log_probabilities, prepare
+from vllm_engine import LIMITS, OURS, Case, apart, config, drawn_weights, engine, generate, log_probabilities, prepare
 from vllm_speed import BLOCK, MODEL, TINY_MODEL, gpu
 
 FORMATS = ("auto", "fp8", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "int4_per_token_head")
@@ -34,7 +34,7 @@ def run(case: Case, offload: bool, work: Path) -> dict[str, Any]:
 
     model, (requests, prompt, memory) = (TINY_MODEL, (2, 192, 0)) if case.tiny else (MODEL, (8, 8192, 2 << 30))
     options: dict[str, Any] = {
-        "load_format": "dummy", "max_model_len": prompt + 256, "max_num_seqs": requests, "block_size": BLOCK,
+        "load_format": drawn_weights(), "max_model_len": prompt + 256, "max_num_seqs": requests, "block_size": BLOCK,
         "max_num_batched_tokens": 96 if case.tiny else 8192, "enable_prefix_caching": True, "disable_log_stats": False,
         "max_logprobs": model["vocab_size"], "kv_cache_memory_bytes": memory or None, "enforce_eager": True,
     }  # fmt: skip
@@ -43,7 +43,6 @@ def run(case: Case, offload: bool, work: Path) -> dict[str, Any]:
     if offload:
         options["kv_transfer_config"] = transfer_config(case.tiny)
     with engine(config(work / "model", **model), case, **options) as llm:
-        llm.apply_model(draw_weights)
         asked = [drawn(i, prompt, model["vocab_size"]) for i in range(requests)]
         generate(llm, asked, 1)
         c = llm.llm_engine.vllm_config.cache_config

@@ -2,11 +2,11 @@
 
     python benchmarks/vllm_serving.py --json PATH [--only speed] [--formats auto fp8] [--gpus 2] [--seconds 300]
 
-Speed (`vllm_speed.py`): 8 layers with the sizes of Llama-3-8B ("speed"), of a Qwen3.5 without experts ("hybrid") or of
-gpt-oss-20b ("sinks"), random weights, full CUDA graphs of decode steps: prefill rate, time to the first token, a decode
-step of 32 requests of 8192 tokens, and the tokens a second of many requests at a fixed memory. A case whose first
-tokens' log-probabilities are not the reference's is not timed; one in which a kernel is compiled after the engine began
-is a failure of tersekv.
+Speed (`vllm_speed.py`): 8 layers with the sizes of Llama-3-8B ("speed"), of a Qwen3.5 without experts ("hybrid"), of
+gpt-oss-20b ("sinks") or of DeepSeek-V3 without experts ("mla"), random weights, full CUDA graphs of decode steps:
+prefill rate, time to the first token, a decode step of 32 requests of 8192 tokens, and the tokens a second of many
+requests at a fixed memory. A case whose first tokens' log-probabilities are not the reference's is not timed; one in
+which a kernel is compiled after the engine began is a failure of tersekv.
 Acceptance (`vllm_accept.py`): perplexity of a text, windows and sinks, two ranks.
 
 Every case is a process of its own with a time limit: what fails costs itself. Lines are kept as they come, in place of
@@ -33,10 +33,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import vllm_accept
 import vllm_speed
-from vllm_engine import OURS, PHASE, Case, prepare
+from vllm_engine import OURS, PHASE, Case, prepare, reference_of
 
 PEERS = (("FLASH_ATTN", "auto"), ("FLASH_ATTN", "fp8"), ("TRITON_ATTN", "int8_per_token_head"), ("FLASHINFER", "fp8"))
-PEERS_OF = {"speed": PEERS, "hybrid": PEERS[:2], "sinks": PEERS[:2]}
+PEERS_OF = {
+    "speed": PEERS, "hybrid": PEERS[:2], "sinks": PEERS[:2],
+    "mla": (("FLASH_ATTN_MLA", "auto"), ("TRITON_MLA", "fp8")),
+}  # fmt: skip
 FORMATS = ("auto", "fp8", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head")
 KINDS = (*vllm_speed.MODELS, *vllm_accept.KINDS)
 RESULT = "RESULT "
@@ -47,10 +50,10 @@ def cases(kinds: list[str], formats: list[str], peers: bool, tiny: bool) -> list
     """The reference of each kind before what is judged by it."""
     found = []
     for kind in kinds:
-        others = [p for p in PEERS if p in PEERS_OF.get(kind, PEERS[:1])] if peers and not tiny else []
+        others = PEERS_OF.get(kind, PEERS[:1]) if peers and not tiny else ()
         made = [Case(kind, *p, tiny) for p in [*((OURS, f) for f in formats), *others]]
         if not any(c.is_reference for c in made):
-            made.append(Case(kind, *((OURS, "auto") if tiny else PEERS[0]), tiny))
+            made.append(Case(kind, *((OURS, "auto") if tiny else reference_of(kind)), tiny))
         found += sorted(made, key=lambda c: not c.is_reference)
     return found
 

@@ -1,8 +1,9 @@
 """One backend and format in vLLM's engine, 8 layers with a known model's sizes and random weights: right, then fast.
 
 `speed`: Llama-3-8B's sizes. `hybrid`: Qwen3.5-27B's, a layer of four with attention and heads of 256; vLLM's class
-wants experts in a layer, of which a token takes one.
+requires an MoE layer: the last of eight has two experts and routes each token to one.
 `sinks`: gpt-oss-20b's, heads of 64, sinks, a window of 128 in every other layer, 8 experts.
+`mla`: DeepSeek-V3's, 128 heads over latents of 512 + 64, no experts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from vllm_engine import (
     Compiled,
     apart,
     config,
-    draw_weights,
+    drawn_weights,
     engine,
     generate,
     log_probabilities,
@@ -49,9 +50,18 @@ SINKS = {
         "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     },
 }  # fmt: skip
-MODELS = {"speed": MODEL, "hybrid": HYBRID, "sinks": SINKS}
+MLA = {
+    "vocab_size": 32000, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "rms_norm_eps": 1e-6,
+    "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 8, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 8, "moe_layer_freq": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+MODELS = {"speed": MODEL, "hybrid": HYBRID, "sinks": SINKS, "mla": MLA}
 TINY_MODEL = {**MODEL, "vocab_size": 256, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
               "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}  # fmt: skip
+TINY_MLA = {**MLA, "vocab_size": 256, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 128}  # fmt: skip
 BLOCK = 64
 
 
@@ -59,11 +69,13 @@ class Sizes:
     """What is asked of the engine; `tiny`: so little that a CPU does it."""
 
     def __init__(self, kind: str, tiny: bool) -> None:
-        self.model = TINY_MODEL if tiny else MODELS[kind]
+        self.model = MODELS[kind] if not tiny else TINY_MLA if kind == "mla" else TINY_MODEL
         self.has_prefixes = kind != "hybrid"  # a hybrid's prefixes are cached by whole states, of many tokens
         self.batch, self.prompt, self.steps, self.repeats = (4, 256, 8, 1) if tiny else (32, 8192, 128, 3)
         # As much as this batch takes in 16 bits, its new tokens included, and an eighth more.
-        self.memory = (6 << 20) if tiny else {"speed": 9 << 30, "hybrid": 5 << 29, "sinks": 9 << 29}[kind]
+        self.memory = (
+            (6 << 20) if tiny else {"speed": 9 << 30, "hybrid": 5 << 29, "sinks": 9 << 29, "mla": 11 << 28}[kind]
+        )
         self.requests, self.short, self.new = (12, 128, 16) if tiny else (512, 2048, 512)
         self.most = 16 if tiny else 512
         few = [1, self.batch // 4, self.batch]
@@ -80,7 +92,7 @@ def run(case: Case, work: Path) -> dict[str, Any]:
     s, compiled = Sizes(case.kind, case.tiny), Compiled()
     began = time.perf_counter()
     options: dict[str, Any] = {
-        "load_format": "dummy", "max_model_len": s.prompt + 256, "max_num_seqs": s.most,
+        "load_format": drawn_weights(), "max_model_len": s.prompt + 256, "max_num_seqs": s.most,
         "max_num_batched_tokens": 96 if case.tiny else 8192, "enable_prefix_caching": s.has_prefixes,
         "max_logprobs": s.model["vocab_size"], "kv_cache_memory_bytes": s.memory,
         "compilation_config": {
@@ -89,12 +101,11 @@ def run(case: Case, work: Path) -> dict[str, Any]:
     }  # fmt: skip
     if s.has_prefixes:
         options["block_size"] = BLOCK
-    else:  # of a hybrid the engine chooses it, as large as a state; its other prefill backend is compiled by nvcc
+    else:  # the engine chooses a hybrid's block size, as large as a state; the other GDN prefill backend needs nvcc
         options["gdn_prefill_backend"] = "triton"
     if case.tiny:  # on a CPU the platform counts in its own unit
         options |= {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": 64}
     with engine(config(work / case.kind, **s.model), case, **options) as llm:
-        llm.apply_model(draw_weights)
         record: dict[str, Any] = {"init_s": time.perf_counter() - began, "compiled_before": len(compiled.clear())}
         record |= {"cache_tokens": tokens_of(llm), "gpu": gpu(), "torch": torch.__version__}
         phase("first tokens beside the reference's")

@@ -415,7 +415,7 @@ def test_an_output_over_an_argument_is_found_after_like_calls_that_had_none(v_be
     for _ in range(3):
         call(0, v_before)
     count = len(bound.calls)
-    assert count == 2, "the third call, and one whose arguments begin at one address, take the short way"
+    assert count == 2, "after the first call, calls take the short way, also with two arguments at one address"
     with pytest.raises(ValueError, match="out: want memory of its own, got a tensor that begins where v does"):
         call(0, 1, rows[1])
     assert len(bound.calls) == count

@@ -392,10 +392,12 @@ def test_a_query_that_is_not_copied_comes_by_whole_stretches(fmt, options):
 
 
 def test_64_rows_a_warpgroup_load_their_query_as_a_fragment():
-    """A thread's part of the left operand: two columns at a time, without a way through shared memory."""
+    """A thread's part of the left operand, two columns at a time."""
     split = compiled(call_of("fp8_e4m3", drafts=8))[0]
     assert split["name"] == "decode_64_rows_per_warpgroup_kernel"
-    assert "LDG.E.U16" not in split["sass"]()
+    sass = split["sass"]()
+    assert len(re.findall(r"\bLDG\.E R", sass)) >= 32, "64 rows of 128 columns, by 128 threads"
+    assert "LDG.E.U16" not in sass
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Where the mbarriers of a compiled Gluon kernel lie in shared memory.
 
 `faults(ttgir, arch)` lists the mbarriers whose memory another buffer shares, by the compiler's own allocation. The
-allocator gives memory a second time that no later instruction names, as that of a barrier which is initialised and then
-not used. The hardware still knows such a barrier: a GPU that is preempted in the middle of the kernel and comes back
-writes it again, over what lies there by then (H100, driver 580: 16 bytes of a tile of keys, NaN in the output).
+allocator reuses the memory of an mbarrier after its last use, which of an unused one is its initialisation, and
+invalidates nothing. When another process preempts the GPU in the middle of such a kernel, 16 bytes of the other buffer
+change: see `notes/prefill.md`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ALLOC = re.compile(
     r"ttg\.local_alloc.*?allocation\.offset = (\d+) : i32.*?: \(.*?\) -> "
     r"!ttg\.memdesc<((?:\d+x)+)(\w+?)(\d+)\w*, (#\w+)"
 )
-_SCRATCH = re.compile(r"= (?:ttg|tt)\.(?!local_alloc)(\w+).*?allocation\.offset = (\d+) : i32")
+_OFFSET = re.compile(r"\ballocation\.offset = (\d+) : i32")
 
 
 def allocated(ttgir: str, arch: int) -> str:
@@ -49,7 +49,9 @@ def buffers(text: str) -> list[tuple[int, int, bool, str]]:
         num_bytes = math.prod(int(n) for n in dims.rstrip("x").split("x")) * int(bits) // 8
         is_barrier = kind + bits == "i64" and layout in barrier_layouts
         found.append((int(offset), int(offset) + num_bytes, is_barrier, dims + kind + bits))
-    return found + [(int(offset), int(offset) + 16, False, op) for op, offset in _SCRATCH.findall(text)]
+    others = [line for line in text.splitlines() if "ttg.local_alloc" not in line]
+    scratch = [int(offset) for line in others for offset in _OFFSET.findall(line)]
+    return found + [(offset, offset + 16, False, "scratch") for offset in scratch]
 
 
 def faults(ttgir: str, arch: int) -> list[str]:

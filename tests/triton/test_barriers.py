@@ -10,21 +10,25 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
-def copy_kernel(X, Y, IS_USED: gl.constexpr):
+def copy_kernel(X, Y, IS_USED: gl.constexpr, SUMS: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     barrier = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(barrier.index(0), count=1)
-    tile = gl.allocate_shared_memory(gl.float32, [256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     o = gl.arange(0, 256, L)
-    tile.store(gl.load(X + o))
+    x = gl.load(X + o)
+    if SUMS:
+        y = x + gl.sum(x, 0)
+    else:
+        tile = gl.allocate_shared_memory(gl.float32, [256], gl.SwizzledSharedLayout(1, 1, 1, [0]), x)
+        y = tile.load(L)
     if IS_USED:
         mbarrier.arrive(barrier.index(0), count=1)
         mbarrier.wait(barrier.index(0), 0)
-    gl.store(Y + o, tile.load(L))
+    gl.store(Y + o, y)
 
 
-def compiled(is_used: bool) -> dict:
-    return compile_kernel(copy_kernel, {"X": "*fp32", "Y": "*fp32"}, {"IS_USED": is_used}, 90)
+def compiled(is_used: bool, sums: bool = False) -> dict:
+    return compile_kernel(copy_kernel, {"X": "*fp32", "Y": "*fp32"}, {"IS_USED": is_used, "SUMS": sums}, 90)
 
 
 def test_an_unused_barrier_in_a_tiles_memory_is_found():
@@ -32,5 +36,11 @@ def test_an_unused_barrier_in_a_tiles_memory_is_found():
         compiled(False)
 
 
+def test_an_unused_barrier_in_a_reductions_memory_is_found():
+    with pytest.raises(AssertionError, match=r"copy_kernel: .*mbarriers 1x1xi64 at byte 0 share memory with scratch"):
+        compiled(False, sums=True)
+
+
 def test_a_used_barrier_has_memory_of_its_own():
     assert compiled(True)["shared"] >= 256 * 4 + 8
+    compiled(True, sums=True)

@@ -21,11 +21,12 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadata,
     MLACommonMetadataBuilder,
     QueryLenSupport,
-    split_kv_b_proj,
 )
+from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
 
+from ..formats import latent_bytes_per_token
 from ..layers import PagedLatentLayer
 from ..ops.mla import mla_append, mla_decode
 from .vllm import MLA_NAME
@@ -33,7 +34,7 @@ from .vllm_checkpoint import layer_with, require_alike, require_scales
 from .vllm_latents import FORMATS, latents_of
 from .vllm_mla_prefill import TersekvMLAPrefill, prompts
 from .vllm_saved import saved_file
-from .vllm_warm_up import Limits, first_time, warm_up_latents
+from .vllm_warm_up import Limits, first_time, layout, warm_up_latents
 
 
 class TersekvMLABackend(MLACommonBackend):
@@ -55,6 +56,14 @@ class TersekvMLABackend(MLACommonBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         return [MultipleOf(16)]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Releases before 0.32 ask a backend."""
+        is_record = FORMATS.get(cache_dtype_str) == "fp8_ds_mla"
+        return num_blocks, block_size, latent_bytes_per_token("fp8_ds_mla") if is_record else head_size
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -192,10 +201,9 @@ class TersekvMLAImpl(LatentPages, MLACommonImpl[TersekvMLAMetadata]):
     ) -> None:
         """As `TersekvImpl` does, for what is decoded."""
         limits, m = getattr(attn_metadata, "limits", None), attn_metadata.decode
-        rows = [pages.ckv, pages.kpe, *q]
+        kept = [(x.shape[1:], x.stride(), x.dtype) for x in (pages.ckv, pages.kpe)]
         kind = (
-            pages.format, [(x.shape[1:], x.stride(), x.dtype) for x in rows], m.block_table.shape[1], limits,
-            options["return_lse"],
+            pages.format, kept, [layout(x) for x in q], m.block_table.shape[1], limits, options["return_lse"],
         )  # fmt: skip
         if limits is not None and first_time(kind, q[0].device):
             index = SimpleNamespace(
@@ -223,8 +231,9 @@ class TersekvMLAImpl(LatentPages, MLACommonImpl[TersekvMLAMetadata]):
             raise NotImplementedError("mla_prefill_backend: want one of vLLM's for pages dealt to ranks, got tersekv's")
         if output_scale is not None:
             raise NotImplementedError("output_scale: want None, since tersekv quantises no output for vLLM")
-        sizes = self.num_heads, self.qk_nope_head_dim, self.v_head_dim
-        weights = split_kv_b_proj(self.kv_b_proj, q.dtype, self.kv_lora_rank, *sizes)
+        sizes = [self.qk_nope_head_dim, self.v_head_dim]
+        w_kv = get_and_maybe_dequant_weights(self.kv_b_proj, out_dtype=q.dtype).T
+        weights = w_kv.unflatten(1, (self.num_heads, sum(sizes))).split(sizes, -1)
         pages, out = self._layer(kv_c_and_k_pe_cache, k_scale), output.view(-1, self.num_heads, self.v_head_dim)
         seq_lens = attn_metadata.seq_lens[attn_metadata.num_decodes :]
         if q.dtype == torch.float32:

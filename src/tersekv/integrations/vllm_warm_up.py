@@ -139,11 +139,27 @@ def latent_calls(
     for b in sorted({*range(1, min(limits.requests, CUT) + 1), *sizes(limits.requests)}):
         where = table.new_zeros(b, table.shape[1]), metadata.seq_lens.new_zeros(b)
         for n in sorted({1, limits.decode_rows}):
-            # Rows of the engine's strides: the rotary part is cut out of longer ones.
-            new = [x.new_zeros(b * n, max(x.stride(0), 1)) for x in q]
-            rows = [y.as_strided((b * n, *x.shape[1:]), x.stride()) for x, y in zip(q, new, strict=True)]
+            rows = [query_like(x, b * n) for x in q]
             both = rows[0] if len(rows) == 1 else (rows[0], rows[1])
             yield partial(mla_decode, both, pages, *where, **options)
+
+
+def query_like(x: Tensor, n: int) -> Tensor:
+    """n rows [n, H, D] of zeros, laid out as x: cut out of longer rows, or, as a product by heads leaves them, heads
+    before rows."""
+    if heads_first(x):
+        return x.new_zeros(x.shape[1], n, x.stride(0))[..., : x.shape[2]].transpose(0, 1)
+    return x.new_zeros(n, max(x.stride(0), 1)).as_strided((n, *x.shape[1:]), x.stride())
+
+
+def heads_first(x: Tensor) -> bool:
+    """Whether a query [T, H, D] has its heads before its rows: the stride of a head then goes by the number of rows."""
+    return x.shape[1] > 1 and x.stride(1) >= x.stride(0)
+
+
+def layout(x: Tensor) -> tuple[Any, ...]:
+    """What kernels are chosen by, whatever the number of rows."""
+    return x.shape[1:], x.dtype, (x.stride(0), x.stride(2)) if heads_first(x) else x.stride()
 
 
 def sizes(most: int) -> list[int]:

@@ -46,12 +46,12 @@ class Lists:
         return tokens[tokens < self.visible_lens[t]]
 
 
-def _drawn(visible_lens: Tensor, heads: int, n: int, alike: float) -> Tensor:
+def _drawn(num_visible_blocks: Tensor, heads: int, n: int, alike: float) -> Tensor:
     """alike: share of its entries that a row has in common with all its neighbours, on the average of these groups."""
-    order, lists = torch.arange(int(visible_lens.max()), device=visible_lens.device), []
-    for neighbours in visible_lens.split(NEIGHBOURS):
+    order, lists = torch.arange(int(num_visible_blocks.max()), device=num_visible_blocks.device), []
+    for neighbours in num_visible_blocks.split(NEIGHBOURS):
         last = neighbours[:, None, None] - 1
-        score = torch.rand(len(neighbours), heads, len(order), device=visible_lens.device)
+        score = torch.rand(len(neighbours), heads, len(order), device=num_visible_blocks.device)
         score.masked_fill_(order == last, -2).masked_fill_(order > last, 2)
         if alike:
             common = score[:1].topk(int(alike * n + random.random()), largest=False).indices

@@ -640,7 +640,7 @@ def allocate_q_kv_and_consumer_buffers_fp8(
     EXCHANGE_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 4, [1, 0])
     smem_row_max_and_sum, acc_exchange, q_full, stats_full, acc_full = vote_flags, vote_flags, (), (), ()
     if NUM_CONSUMERS == 2:
-        # Only where they are used: the compiler would reuse the memory of unused ones, with a barrier in it.
+        # Only where they are used: see `allocate_mbarrier_groups`.
         q_full, stats_full, acc_full = (
             (allocate_mbarriers(1), allocate_mbarriers(1)),
             (allocate_mbarriers(1), allocate_mbarriers(1)),

@@ -21,8 +21,8 @@ def allocate_mbarrier_groups(STAGES: gl.constexpr, arrival_counts):
     initializations of one group. Each group has memory of its own: between an arrival and a wait that share memory it
     inserts one too.
 
-    NOTE: every group must be used. The compiler gives the memory of an unused one to other buffers, but a GPU that is
-    preempted by another process restores what it knows as mbarriers, and so overwrites 16 bytes of those.
+    NOTE: every group must stay in use until the kernel's last use of shared memory. The compiler reuses its memory
+    after that without invalidating the mbarriers, and a GPU that was preempted may write them again (notes/prefill.md).
     """
     groups = ()
     for _ in gl.static_range(len(arrival_counts)):

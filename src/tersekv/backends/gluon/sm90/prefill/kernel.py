@@ -42,7 +42,7 @@ def allocate_stages_and_mbarriers(
     dtype: gl.constexpr, STAGES: gl.constexpr, NUM_ROWS: gl.constexpr, NUM_COLUMNS: gl.constexpr,
     NUM_READERS: gl.constexpr,
 ):  # fmt: skip
-    """Does `allocate_tiles`, with full and empty barriers."""
+    """Allocates tiles with their full and empty barriers."""
     tiles = allocate_tiles(dtype, STAGES, NUM_ROWS, NUM_COLUMNS)
     return PipelineStages(tiles, allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, NUM_READERS))
 
