@@ -127,7 +127,8 @@ def check(llm: Any, case: Case, s: Sizes, work: Path) -> dict[str, Any]:
     """Two tokens of prompts of many lengths beside the reference's: of the prompts' rows, and of one row over pages.
 
     With prefixes the second row is the first once more, its prompt but one token cached; else it is the next token's,
-    where the tokens before it are equal.
+    where the tokens before it are equal. vLLM computes latent attention in another order when it decodes: there the
+    reference's own second row counts.
     """
     import torch
 
@@ -140,7 +141,7 @@ def check(llm: Any, case: Case, s: Sizes, work: Path) -> dict[str, Any]:
     got = [rows(outs, 0), rows(generate(llm, asked, 1, logprobs=vocabulary), 0) if s.has_prefixes else rows(outs, 1)]
     path = work / f"reference_{case.kind}{'_tiny' if case.tiny else ''}.pt"
     if case.is_reference or not path.exists():
-        torch.save(got if not s.has_prefixes else [got[0], got[0]], path)
+        torch.save([got[0], got[0]] if s.has_prefixes and case.kind != "mla" else got, path)
     want = torch.load(path)
     same = [got[i].argmax(-1) == want[i].argmax(-1) for i in range(2)]
     asked_alike = same[0] if not s.has_prefixes else torch.ones_like(same[0])

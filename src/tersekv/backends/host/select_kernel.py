@@ -17,8 +17,10 @@ def select_attention_module_and_why_not(
     Both compute the same where there is neither a mask nor new rows. decode_module has `why_not`; prefill_module also
     `prefers_decode`, which says whether decode's kernels are faster.
     """
-    if f.indices is not None:  # rows have keys of their own
-        return decode_module, decode_module.why_not(f)
+    if f.indices is not None:  # rows have keys of their own, which many rows share
+        by_rows = f.op == "decode" or f.batch_invariant or prefill_module.prefers_decode(f)
+        module = decode_module if by_rows else prefill_module
+        return module, module.why_not(f)
     if f.prefill_invariant:  # one kernel for few rows and for many
         return prefill_module, prefill_module.why_not(f)
     if f.op == "decode" and not _has_many_q_rows_per_request(f):

@@ -71,6 +71,17 @@ def choose_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat) -> TileConf
     return t
 
 
+def choose_tile_config_of_listed_blocks(f: SimpleNamespace, k: KVFormat, v: KVFormat) -> TileConfig:
+    """Of 64 rows: the more tokens share a tile, the fewer of them list each of its blocks. A key block is in one listed
+    block."""
+    t = choose_tile_config(f, k, v)
+    max_head_dim = launch.next_power_of_2(max(f.q.shape[2], f.out.shape[2]))
+    if t.block_m > 64:
+        operands_in_smem = f.arch is not None and 90 <= f.arch < 120
+        t = _with_block_m_and_warps(t, 64, max_head_dim, operands_in_smem)
+    return t._replace(block_n=min(t.block_n, f.block_size & -f.block_size))
+
+
 def _smem_operand_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat, max_head_dim: int) -> TileConfig:
     if max_head_dim > 256:
         return TileConfig(32, 16, 2, 8)

@@ -38,8 +38,15 @@ from ..parts.kv_cache_args import (
     why_not_kv_cache,
     window_sinks_softcap_and_scale_constants,
 )
-from .config import TileConfig, choose_tile_config
+from .config import TileConfig, choose_tile_config, choose_tile_config_of_listed_blocks
 from .kernels import combine_in_order_kernel, prefill_kernel
+from .listed_blocks_args import (
+    has_shared_blocks,
+    listed_blocks_args,
+    listed_blocks_launch,
+    listed_blocks_slices,
+    padded_tokens,
+)
 
 _BATCH_INVARIANT_ROWS = 1 << 10  # of a request, where BLOCK_M must not depend on the other requests
 # Where a row's bits must not depend on the rows beside it, one tile serves steps of decode and chunks of prefill.
@@ -96,6 +103,8 @@ class Constants(KernelConfig):
     INT64_OFFSETS: bool  # a page is longer than int32 counts
     SPLIT_KEYS: int = 0  # keys are split at its multiples; 0: not at all
     PARTIAL_ROWS: int = 0  # of a partial result
+    LISTED_BLOCK: int = 0  # keys of a block that rows list; 0: they list none, and see all keys before them
+    LISTED_TOKENS: int = 0  # that an m_block may have rows of, padded
 
 
 class Config(NamedTuple):
@@ -109,10 +118,14 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def prefers_decode(f: SimpleNamespace) -> bool:
     """Returns whether the query rows are too few to fill a GPU: decode's kernels split keys."""
+    if f.indices is not None and not has_shared_blocks(f):
+        return True
     return _num_m_blocks(f, _tile_config(f)) * f.k_cache.shape[2] < launch.num_sms(f)
 
 
 def _tile_config(f: SimpleNamespace) -> TileConfig:
+    if f.indices is not None:
+        return choose_tile_config_of_listed_blocks(f, *pair_of(f))
     rows = _BATCH_INVARIANT_ROWS
     if f.prefill_invariant:
         rows = max(1, _PREFILL_INVARIANT_ROWS // (f.q.shape[1] // max(f.k_cache.shape[2], 1)))
@@ -141,13 +154,17 @@ def configure(f: SimpleNamespace) -> Config:
         "softmax_scale": f.softmax_scale, "k_scale": f.k_scale, "v_scale": f.v_scale, "out_scale": f.out_scale,
         "softcap": f.softcap, "B": f.seq_lens.shape[0], "T": f.q.shape[0], "cfg": cfg,
     }  # fmt: skip
-    grid = (_num_m_blocks(f, t) * f.k_cache.shape[2],)
+    num_programs = _num_m_blocks(f, t) * f.k_cache.shape[2]
+    arguments |= listed_blocks_args(f, cfg.LISTED_TOKENS)
     if f.prefill_invariant:
-        return Config(cfg, _fixed_split_launches(f, cfg, grid[0], arguments, t))
+        return Config(cfg, _fixed_split_launches(f, cfg, num_programs, arguments, t))
     arguments["SPLIT_WORKSPACE"] = None
+    prefill = KernelLaunch(prefill_kernel, (num_programs,), arguments, num_warps=t.num_warps, num_stages=t.num_stages)
+    if f.indices is None:
+        return Config(cfg, LaunchSequence(prefill))
+    slices = listed_blocks_slices(f, cfg.LISTED_TOKENS, num_programs)
     return Config(
-        cfg,
-        LaunchSequence(KernelLaunch(prefill_kernel, grid, arguments, num_warps=t.num_warps, num_stages=t.num_stages)),
+        cfg, LaunchSequence(listed_blocks_launch(f, cfg, num_programs), prefill, workspace=Workspace(0, slices))
     )
 
 
@@ -203,6 +220,8 @@ def _shape_and_tile_constants(f: SimpleNamespace, tile: TileConfig) -> dict[str,
             (f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache)
         ),
         "SPLIT_KEYS": _SPLIT_KEYS if f.prefill_invariant else 0,
+        "LISTED_BLOCK": 0 if f.indices is None else f.block_size,
+        "LISTED_TOKENS": 0 if f.indices is None else padded_tokens(f, tile.block_m),
     }
 
 

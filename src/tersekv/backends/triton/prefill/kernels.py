@@ -5,9 +5,8 @@ Where a row's bits may depend on its own position alone (SPLIT_KEYS > 0), keys a
 the states of splits are combined in their order: by a program that attends to all of them, one after the other, or by
 `combine_in_order_kernel`, after programs of one split each (SPLIT_WORKSPACE). Both round the same.
 
-A row is a new token and a query head of the group. m_blocks are numbered over all requests without their lengths on the
-host: request b begins at `cu[b] * GROUP // BLOCK_M + b`, which leaves room for every request before it. Programs of
-late blocks, which see most keys, start first.
+A row is a new token and a query head of the group (`tile_scheduler`). Programs of late m_blocks, which see most keys,
+start first. With lists of blocks of keys (LISTED_BLOCK > 0) a program attends to those that its rows list.
 """
 
 import triton
@@ -17,6 +16,7 @@ from ..parts.combine import cast_output, compute_acc_scale_and_lse, load_device_
 from ..parts.dequant import INT4, dequant_tile_power_of_2_factor
 from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
 from ..parts.tile_scheduler import store_empty_output_of_padding_rows
+from .listed_blocks import listed_mainloop
 from .mainloop import (
     KeyRange,
     KVOperand,
@@ -27,30 +27,9 @@ from .mainloop import (
     to_16bit_query_tiles_and_score_scale,
     transpose_column_order,
 )
+from .tile_scheduler import find_request_and_m_block_maybe_empty, load_q_begin
 
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def load_q_begin(CU_SEQLENS_Q, i_request, m_request):
-    """Loads the first query token of requests where m_request. CU_SEQLENS_Q: [B + 1], or every request's tokens."""
-    if CU_SEQLENS_Q.dtype.is_ptr():
-        return tl.load(CU_SEQLENS_Q + i_request, mask=m_request, other=0).to(tl.int64)
-    else:
-        return tl.where(m_request, i_request * CU_SEQLENS_Q, 0).to(tl.int64)
-
-
-@triton.jit
-def find_request_and_m_block_maybe_empty(CU_SEQLENS_Q, B, i_work_tile, cfg: tl.constexpr):
-    """Returns (request, m_block) of work tile i_work_tile; past the rows of the request the m_block is empty."""
-    i_request, first_block = -1, 0
-    for i in range(0, B, cfg.BLOCK_B):
-        o_b = i + tl.arange(0, cfg.BLOCK_B)
-        first_index = load_q_begin(CU_SEQLENS_Q, o_b, o_b < B) * cfg.GROUP // cfg.BLOCK_M + o_b
-        is_before = (first_index <= i_work_tile) & (o_b < B)
-        i_request += tl.sum(is_before.to(tl.int32))
-        first_block = tl.maximum(first_block, tl.max(tl.where(is_before, first_index, 0)).to(tl.int32))
-    return i_request, i_work_tile - first_block
 
 
 @triton.jit
@@ -147,7 +126,7 @@ def prefill_kernel(
     stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h,
     stride_k_scales_p, stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h,
     stride_k_channel_scales_h, stride_v_channel_scales_h, stride_table_b, stride_out_t, stride_out_h, stride_lse_t,
-    stride_lse_h, SPLIT_WORKSPACE,
+    stride_lse_h, SPLIT_WORKSPACE, LISTED_BLOCKS, LISTED_ENDS, LISTED_COUNTS, NUM_LISTED_BLOCKS, max_listed_blocks,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """Attends one block of BLOCK_M query rows. See the module's docstring."""
@@ -213,10 +192,18 @@ def prefill_kernel(
                 softcap, rotation, cfg,
             )  # fmt: skip
         else:
-            row_max, row_sum, acc_o = mainloop(
-                q, empty_softmax_state(PACK * cfg.BLOCK_DV, cfg), keys, values, p_page_ids, key_range,
-                first_new_position + o_i, h, scale, softcap, False, cfg,
-            )  # fmt: skip
+            softmax_state = empty_softmax_state(PACK * cfg.BLOCK_DV, cfg)
+            if cfg.LISTED_BLOCK > 0:
+                listed = LISTED_BLOCKS, LISTED_ENDS, LISTED_COUNTS, NUM_LISTED_BLOCKS, max_listed_blocks
+                row_max, row_sum, acc_o = listed_mainloop(
+                    q, softmax_state, keys, values, p_page_ids, listed, i_tile * cfg.HEADS + h, o_i - token_begin,
+                    key_range, first_new_position + o_i, h, scale, softcap, cfg,
+                )  # fmt: skip
+            else:
+                row_max, row_sum, acc_o = mainloop(
+                    q, softmax_state, keys, values, p_page_ids, key_range, first_new_position + o_i, h, scale, softcap,
+                    False, cfg,
+                )  # fmt: skip
             acc_o = reorder_columns_and_unrotate_acc(acc_o, rotation, h, cfg)
         # New keys, 16-bit and without scales: acc_o takes the scale of cached V first
         if cfg.HAS_NEW_KV:

@@ -226,9 +226,10 @@ def compute_scores(q, keys, score_scale, k_scales, softcap, IS_NEW_KV: tl.conste
 
 @triton.jit
 def attend_kv_block(q, softmax_state, K: KVOperand, V: KVOperand, page_ids, n_block, key_range: KeyRange, q_position, h,
-                    score_scale, softcap, MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr,
-                    cfg: tl.constexpr):  # fmt: skip
-    """Attends to one key block. softmax_state: row_max (base 2), row_sum, acc_o [BLOCK_M, PACK * BLOCK_DV]."""
+                    score_scale, softcap, MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr, cfg: tl.constexpr,
+                    row_counts=None):  # fmt: skip
+    """Attends to one key block. softmax_state: row_max (base 2), row_sum, acc_o [BLOCK_M, PACK * BLOCK_DV].
+    row_counts: how many times the keys count in each row, [BLOCK_M] fp32; None: once."""
     K_FORMAT: tl.constexpr = cfg.K
     K_TILES_PER_ROW: tl.constexpr = K_FORMAT.PACK if IS_NEW_KV else 1  # new rows are not packed
     V_TILES_PER_ROW: tl.constexpr = cfg.PACK if IS_NEW_KV else 1
@@ -261,10 +262,12 @@ def attend_kv_block(q, softmax_state, K: KVOperand, V: KVOperand, page_ids, n_bl
         if cfg.WINDOW > 0:
             visible = visible & (o_n[None, :] > q_position[:, None] - cfg.WINDOW)
         s = tl.where(visible, s, float("-inf"))
+    if row_counts is not None:
+        s = tl.where(row_counts[:, None] > 0, s + tl.log2(tl.maximum(row_counts, 1.0))[:, None], float("-inf"))
     # Online softmax
     row_max_new = tl.maximum(row_max, tl.max(s, 1))
     safe_max = row_max_new
-    if MASKED:
+    if MASKED or row_counts is not None:
         safe_max = tl.where(row_max_new == float("-inf"), 0.0, row_max_new)  # a row may have no visible key yet
     p = tl.exp2(s - safe_max[:, None])
     rescale = tl.exp2(row_max - safe_max)
