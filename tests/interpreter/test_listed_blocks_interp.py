@@ -1,4 +1,4 @@
-"""Prefill over lists of blocks, interpreted, against the fp64 reference: the union of the lists of neighbouring rows."""
+"""Prefill over lists of blocks, interpreted, against the fp64 reference: m_blocks attend to unions of lists."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from tersekv.backends.host import launch
 from tersekv.backends.triton import attention
+from tersekv.backends.triton.decode import entry as decode
 from tersekv.backends.triton.prefill import entry as prefill
 from tersekv.dispatch import plan
 from tersekv.testing import verify
@@ -38,3 +39,21 @@ def test_case(case, monkeypatch):
     assert isinstance(attention.configure(plan.facts("prefill", make(case))), prefill.Config)
     result = verify.run(case, "cpu", "triton")
     assert result.status == verify.PASSED, result.message
+
+
+@pytest.mark.parametrize("changed", [
+    {"block_size": 24}, {"lens": (150, 9), "q_lens": (15, 5)}, {"batch_invariant": True}, {"op": "decode"},
+    {"listed": 0},
+], ids=str)  # fmt: skip
+def test_rows_without_enough_in_common_read_their_own_blocks(changed, monkeypatch):
+    """Blocks that no product of 16 keys fits, few rows, bits that are those of a step; and lists of nothing."""
+    monkeypatch.setattr(launch, "num_sms", lambda f: 1)
+    case = replace(BASE, **changed)
+    assert isinstance(attention.configure(plan.facts(case.op, make(case))), decode.Config)
+    result = verify.run(case, "cpu", "triton")
+    assert result.status == verify.PASSED, result.message
+
+
+def test_few_m_blocks_leave_a_gpu_idle(monkeypatch):
+    monkeypatch.setattr(launch, "num_sms", lambda f: 132)
+    assert isinstance(attention.configure(plan.facts("prefill", make(BASE))), decode.Config)

@@ -153,6 +153,11 @@ AXES: dict[str, Axes] = {
         **_KV, **_READ, **_LISTED, "each_head": _BOTH, "group": (4, 1, 5, 8, 16), "softcap": (0.0, 20.0),
         "sinks": _BOTH,
     },
+    "prefill listed": {
+        **{k: v for k, v in {**_KV, **_READ}.items() if k not in ("ragged", "table")}, **_LISTED,
+        "block_size": (128, 16, 48, 4), "each_head": _BOTH, "group": (4, 1, 5, 16), "softcap": (0.0, 20.0),
+        "sinks": _BOTH, "drafts": (3000, 40),
+    },
     "mla_decode listed": {
         **_LATENT, **_READ, **_LISTED, "by_slot": _BOTH, "sinks": _BOTH, "lse_of_keys": _BOTH,
         "group": (16, 1, 5, 32, 48, 64, 128),

@@ -97,6 +97,31 @@ def test_turned_rows_in_two_formats(k, v, arch):
     compiled(make(case), arch)
 
 
+def test_products_of_wide_heads_keep_their_descriptors_with_new_rows():
+    """`compile_tools` looks at them: ptxas 12.8 loses one of 16-bit values after 8-bit keys in larger tiles."""
+    case = Case(
+        "prefill", "fp8_e5m2", "wide", lens=(3100,) * 3, q_lens=(3000,) * 3, heads=4, group=16, dim=256, page=64,
+        v_format="bf16", layout="HND", rotation="kv", new_rows=True, softcap=20.0, sinks=True, strided=True,
+        dtype="float8_e4m3fn", out_dtype="float8_e4m3fn", scale="float",
+    )  # fmt: skip
+    compiled(make(case), 90)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3", "int8_per_token_head", "nvfp4"])
+@pytest.mark.parametrize("arch", [80, 90, "gfx942"])
+def test_lists_of_blocks(arch, fmt):
+    """Two launches: the union of the lists of an m_block, and its attention, whose loads are copied ahead."""
+    call = call_of(fmt, indices=torch.empty(4096, 8, 16, dtype=torch.int32), block_size=128)
+    f = facts("prefill", call, arch=arch if isinstance(arch, int) else None)
+    checks.facts(f)
+    lists, attend = compile_launches(attention.run, call, attention.configure(f), arch)
+    assert [lists["name"], attend["name"]] == ["list_blocks_of_m_blocks_kernel", "prefill_kernel"]
+    if arch == 90:
+        loop = main_loop(attend)
+        assert sum("LDL" in x or "STL" in x for x in loop) <= since({(3, 6): 0.03, (3, 9): 0.04}) * len(loop)
+        assert attend["ttgir"].count("ttg.async_copy_global_to_local") >= 4
+
+
 @pytest.mark.parametrize("arch", [80, "gfx942"])
 def test_8_bit_queries_and_outputs_where_there_is_no_such_type(arch):
     call = call_of("fp8_e4m3", d=64)
@@ -117,6 +142,7 @@ def test_other_numbers_of_rows_and_requests_compile_nothing_new():
         "CU_SEQLENS_Q",
         "B",
         "T",
+        "max_listed_blocks",
     }
 
 

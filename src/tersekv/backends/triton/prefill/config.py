@@ -32,6 +32,8 @@ _SHORT_PROMPT = 256  # new tokens of a request
 _TILES_WIDE = TileConfig(128, 64, 2, 8)
 # Of new rows too, with which ptxas 12.8 loses the place of a product in the larger; alone 419, 275, 203
 _TILES_WIDE_NEW_ROWS = TileConfig(128, 32, 3, 8)
+# Of 16-bit values after 8-bit keys it loses one in that too, with some strides.
+_TILES_WIDE_NEW_ROWS_16_BIT_VALUES = TileConfig(64, 32, 3, 4)
 
 
 def choose_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat) -> TileConfig:
@@ -85,8 +87,11 @@ def choose_tile_config_of_listed_blocks(f: SimpleNamespace, k: KVFormat, v: KVFo
 def _smem_operand_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat, max_head_dim: int) -> TileConfig:
     if max_head_dim > 256:
         return TileConfig(32, 16, 2, 8)
+    if max_head_dim > 128 and f.k is not None:
+        keys_alone_have_codes = k.storage.itemsize < v.storage.itemsize
+        return _TILES_WIDE_NEW_ROWS_16_BIT_VALUES if keys_alone_have_codes else _TILES_WIDE_NEW_ROWS
     if max_head_dim > 128:
-        return _TILES_WIDE if f.k is None else _TILES_WIDE_NEW_ROWS
+        return _TILES_WIDE
     if k.storage.itemsize == v.storage.itemsize == 2:
         return _TILES_16_BIT
     if f.k is not None or f.max_q_len < _SHORT_PROMPT:

@@ -52,6 +52,7 @@ _BATCH_INVARIANT_ROWS = 1 << 10  # of a request, where BLOCK_M must not depend o
 # Where a row's bits must not depend on the rows beside it, one tile serves steps of decode and chunks of prefill.
 _PREFILL_INVARIANT_ROWS = 64
 _SPLIT_KEYS = 1024  # keys of a split in that case
+_MAX_CACHED_LISTS = 1 << 26  # bytes
 _MAX_WORKSPACE = 1 << 26  # floats of partial results; beyond it a program attends to all splits of its rows
 
 
@@ -164,7 +165,10 @@ def configure(f: SimpleNamespace) -> Config:
         return Config(cfg, LaunchSequence(prefill))
     slices = listed_blocks_slices(f, cfg.LISTED_TOKENS, num_programs)
     return Config(
-        cfg, LaunchSequence(listed_blocks_launch(f, cfg, num_programs), prefill, workspace=Workspace(0, slices))
+        cfg,
+        LaunchSequence(
+            listed_blocks_launch(f, cfg, num_programs), prefill, workspace=Workspace(0, slices, _MAX_CACHED_LISTS)
+        ),
     )
 
 

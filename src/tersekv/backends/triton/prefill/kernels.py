@@ -117,7 +117,7 @@ def reorder_columns_and_unrotate_acc(acc_o, rotation, h, cfg: tl.constexpr):
     return unrotate_and_rescale_output((acc_o,), rotation, h, 1, cfg.DV)[0]
 
 
-@triton.jit(do_not_specialize=["PAGE_TABLE", "SEQ_LENS", "CU_SEQLENS_Q", "B", "T"])
+@triton.jit(do_not_specialize=["PAGE_TABLE", "SEQ_LENS", "CU_SEQLENS_Q", "B", "T", "max_listed_blocks"])
 def prefill_kernel(
     Q, K_NEW, V_NEW, K, V, K_SCALES, V_SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, K_SIGNS, V_SIGNS,
     K_CHANNEL_SCALES, V_CHANNEL_SCALES,

@@ -67,7 +67,7 @@ def list_blocks_of_m_blocks_kernel(
         for begin in range(0, tl.max(last_block, 0) + 1, cfg.BLOCK_IDS):
             ids = begin + tl.arange(0, cfg.BLOCK_IDS)
             # How many times each token lists each of these blocks
-            counts = tl.zeros([cfg.BLOCK_IDS, cfg.TOKENS], tl.int32)
+            counts = tl.full([cfg.BLOCK_IDS, cfg.TOKENS], 0, tl.int32)
             for first_entry in range(0, cfg.LIST.LENGTH, cfg.ENTRIES):
                 o_e = first_entry + tl.arange(0, cfg.ENTRIES)
                 m_entry = m_token[:, None] & (o_e[None, :] < num_entries[:, None])

@@ -51,7 +51,8 @@ def listed_blocks_launch(f: SimpleNamespace, cfg: Any, num_programs: int) -> Ker
     tokens, stride, entries = cfg.LISTED_TOKENS, f.indices.stride, 16
     lists = replace(key_list_config(f), VARLEN_Q=False, MAX_SEQLEN_Q=0)  # which are another's
     blocks_of = ListedBlocksConfig(
-        lists, cfg.HEADS, cfg.GROUP, cfg.BLOCK_M, cfg.BLOCK_B, tokens, BLOCK_IDS=max(16, _COMPARED // (tokens * entries)), ENTRIES=entries,
+        lists, cfg.HEADS, cfg.GROUP, cfg.BLOCK_M, cfg.BLOCK_B, tokens,
+        BLOCK_IDS=max(16, _COMPARED // (tokens * entries)), ENTRIES=entries,
     )  # fmt: skip
     arguments: dict[str, Any] = tensor_args(INDICES="indices", SEQ_LENS="seq_lens") | query_offset_args(f)
     arguments |= {"INDEX_LENS": None} if f.index_lens is None else tensor_args(INDEX_LENS="index_lens")
