@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+
 import pytest
 import torch
 import transformers
@@ -10,7 +13,10 @@ from reference import Reference, Rows, hold
 from safetensors.torch import load_file, save_file
 from vllm_cpu import engine, generate, share_cache_of_layer_2
 
+from tersekv.cli.warm_up import add_arguments, calls_of
+from tersekv.integrations import vllm_attention, vllm_warm_up
 from tersekv.integrations.transformers_layers import CACHE_ARGUMENT
+from tersekv.ops.compile_workers import Chip, outline
 
 PROMPTS = [text(2200 * i + 60, n) for i, n in enumerate((5, 47, 48, 49, 150))]
 
@@ -42,7 +48,8 @@ def test_windows_and_sinks_beside_full_attention(tmp_path):
         judge(llm, reference)
 
 
-def test_softcap(tmp_path):
+def gemma2(folder):
+    """Two layers, the first with a window of 48, and a softcap."""
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
         vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -53,7 +60,12 @@ def test_softcap(tmp_path):
     for weight in model.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=1.5 * weight.shape[-1] ** -0.5)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(folder)
+    return model
+
+
+def test_softcap(tmp_path):
+    model = gemma2(tmp_path)
     options = {"kv_cache_dtype": "int8_per_token_head", "dtype": "float32", "max_num_batched_tokens": 64}
     with engine(tmp_path, **options) as llm:
         results = generate(llm, PROMPTS, 8)
@@ -121,3 +133,26 @@ def test_a_layer_that_reads_anothers_cache_reads_it_by_the_scales_it_was_written
 
 def model_of(llm):
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
+
+
+def test_layers_of_all_windows_ask_for_what_the_command_has_compiled(tmp_path, monkeypatch):
+    """`tersekv warm-up` fills the folder of an engine that then starts no process to compile."""
+    gemma2(tmp_path)
+    kinds, jobs, chip = set(), [], Chip(90, 132)
+
+    def first_time(kind, device):
+        return repr(kind) not in kinds and not kinds.add(repr(kind))
+
+    monkeypatch.setattr(vllm_attention, "first_time", first_time)
+    monkeypatch.setattr(vllm_warm_up, "chip_of", lambda device: chip)
+    monkeypatch.setattr(vllm_warm_up, "compile_ahead", lambda calls, chip, say: jobs.append(outline((calls, chip))))
+    sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 48, "max_model_len": 256, "block_size": 32}
+    with engine(tmp_path, kv_cache_dtype="fp8", dtype="bfloat16", **sizes) as llm:
+        generate(llm, PROMPTS[:2], 4)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = [x for name, n in sizes.items() for x in (f"--{name.replace('_', '-')}", str(n))]
+    args = parser.parse_args(["--model", str(tmp_path), "--out", str(tmp_path), *options])
+    (calls,) = calls_of(json.loads((tmp_path / "config.json").read_text()), "fp8", args)
+    assert len(kinds) == 2
+    assert jobs == [outline((calls, chip))] * 2

@@ -13,7 +13,7 @@ import torch
 
 from tersekv.cli.main import main
 from tersekv.integrations.vllm_latents import latents_of
-from tersekv.integrations.vllm_warm_up import Limits, latent_calls, layout, warm_up_latents
+from tersekv.integrations.vllm_warm_up import ANY_SCALE, Limits, latent_calls, layout, warm_up_latents
 from tersekv.ops.compile_workers import on_meta
 from tersekv.ops.mla import mla_append, mla_decode
 
@@ -94,7 +94,7 @@ def test_the_command_compiles_a_models_kernels(tmp_path, capsys, monkeypatch):
     assert main(["warm-up", *options, *more, "--formats", ",".join(names)]) == 0
     for name, made in zip(names, asked, strict=True):
         q, like = tuple(map(on_meta, queries(1))), index(1)
-        told = {"softmax_scale": (NOPE + ROTARY) ** -0.5, "return_lse": False}
+        told = {"softmax_scale": ANY_SCALE, "return_lse": False}
         mine = [*latent_calls(q, on_meta(pages(name)), like, told)]
         for a, b in zip(made, mine, strict=True):
             assert (a.func, a.keywords) == (b.func, b.keywords)

@@ -14,7 +14,7 @@ import torch
 from ..integrations.vllm_latents import FORMATS as LATENT_FORMATS
 from ..integrations.vllm_latents import latents_of
 from ..integrations.vllm_pages import FORMATS, known, pages_of
-from ..integrations.vllm_warm_up import Limits, calls, latent_calls
+from ..integrations.vllm_warm_up import ANY_SCALE, Limits, calls, in_order, latent_calls
 from ..ops.compile_workers import Chip, compile_ahead, on_meta
 from .arguments import between, complain, positive, words
 
@@ -110,12 +110,15 @@ def calls_of(config: Any, cache_dtype: str, args: argparse.Namespace) -> list[li
     pages = pages_of(cache, cache_dtype, dim, new((), dtype=torch.float32), new((), dtype=torch.float32))
     q = new(1, q_heads // ranks, dim, dtype=dtype)
     sinks = new(q_heads // ranks, dtype=torch.float32) if model.get("model_type") == "gpt_oss" else None
-    softcap, found = float(model.get("attn_logit_softcapping") or 0.0), []
-    for window in windows(model):
+    softcap = float(model.get("attn_logit_softcapping") or 0.0)
+    found: list[partial] = []
+    for window in in_order(windows(model)):
         # In the order of `TersekvImpl.forward`: an engine with equal calls then finds that they are done.
-        options = {"softmax_scale": dim**-0.5, "window": window, "sinks": sinks, "softcap": softcap}
-        found.append([*calls(q, on_meta(pages), like, True, options)])
-    return found
+        options = {
+            "softmax_scale": ANY_SCALE, "window": window, "sinks": sinks, "softcap": softcap, "batch_invariant": False,
+        }  # fmt: skip
+        found += calls(q, on_meta(pages), like, True, options)
+    return [found]
 
 
 def _calls_of_latents(
@@ -135,7 +138,7 @@ def _calls_of_latents(
     cache = new(64, args.block_size, row, dtype=storage)
     pages = latents_of(cache, cache_dtype, rank, new((), dtype=torch.float32), rotary)
     q = new(1, heads, rank, dtype=dtype), new(1, heads, nope + rotary, dtype=dtype)[..., nope:]
-    options = {"softmax_scale": (nope + rotary) ** -0.5, "return_lse": False}
+    options = {"softmax_scale": ANY_SCALE, "return_lse": False}
     return [*latent_calls(q, on_meta(pages), like, options)]
 
 

@@ -340,7 +340,12 @@ class TersekvImpl(AttentionImpl):
             [x.shape if isinstance(x, Tensor) else x for x in options.values()],
         )  # fmt: skip
         if first_time(kind, query.device):
-            warm_up(query, pages, m, self._brings_rows(query), options)
+            warm_up(query, pages, m, self._brings_rows(query), options, self._windows_of_all_layers())
+
+    def _windows_of_all_layers(self) -> set[int | None]:
+        layers = {} if self._config is None else self._config.compilation_config.static_forward_context
+        found = [getattr(layer, "impl", None) for layer in layers.values()]
+        return {impl.window for impl in found if isinstance(impl, TersekvImpl)}
 
     def _brings_rows(self, query: Tensor) -> bool:
         """Whether prompts attend to their own rows as they came: to those of 16 bits, where the layer stores them."""

@@ -8,7 +8,7 @@ as it is, and what they attend to is thrown away. Before that, processes side by
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from ..ops.prefill import prefill
 DECODE_ROWS = 16
 CUT = 32
 BLOCK = 128  # rows of a program of prefill, at most
+ANY_SCALE = 1.0  # softmax_scale of calls to compile for: no kernel depends on it, and models choose it as they like
 _log = logging.getLogger("tersekv")
 _compiled: set[str] = set()  # what layers of this process were compiled for
 
@@ -40,19 +41,33 @@ class Limits(NamedTuple):
     decode_rows: int
 
 
-def warm_up(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, options: dict[str, Any]) -> None:
+def warm_up(
+    q: Tensor,
+    pages: PagedKVLayer,
+    metadata: Any,
+    own_rows: bool,
+    options: dict[str, Any],
+    windows: Collection[int | None] = (),
+) -> None:
     """Make the calls of every kind of batch.
 
     q:         [T, Hq, D] of a batch that is like all in dtype, and in its metadata's index tensors
     metadata:  of that batch, with `limits`
     own_rows:  whether prompts bring keys and values
+    windows:   of all layers: kernels for each are compiled together, since workers take seconds to start
     """
-    _compile_and_call(lambda q, pages, m, o: calls(q, pages, m, own_rows, o), q, pages, metadata, options)
+    every = [options | {"window": w} for w in in_order({options["window"], *windows})]
+    _compile_and_call(lambda q, pages, m, o: calls(q, pages, m, own_rows, o), q, pages, metadata, options, every)
+
+
+def in_order(windows: Collection[int | None]) -> list[int | None]:
+    """None first: whoever compiles for the same windows asks for the same calls."""
+    return sorted(windows, key=lambda w: -1 if w is None else w)
 
 
 def warm_up_latents(q: tuple[Tensor, ...], pages: PagedLatentLayer, metadata: Any, options: dict[str, Any]) -> None:
     """Likewise for latents: what is written, and what is decoded. q: (q_nope, q_pe), or of both in one."""
-    _compile_and_call(latent_calls, q, pages, metadata, options)
+    _compile_and_call(latent_calls, q, pages, metadata, options, [options])
 
 
 def first_time(kind: Any, device: torch.device) -> bool:
@@ -63,16 +78,25 @@ def first_time(kind: Any, device: torch.device) -> bool:
     return True
 
 
-def _compile_and_call(make: Callable[..., Iterator[partial]], q: Any, pages: Any, metadata: Any, options: Any) -> None:
+def _compile_and_call(
+    make: Callable[..., Iterator[partial]],
+    q: Any,
+    pages: Any,
+    metadata: Any,
+    options: dict[str, Any],
+    every: list[dict[str, Any]],
+) -> None:
+    """every: the options of all calls to compile for; those of `options` are then made."""
     chip = chip_of(pages.device)
     if chip is not None:
         tensors = {n: on_meta(getattr(metadata, n)) for n in ("block_table", "seq_lens", "slot_mapping")}
         like = SimpleNamespace(limits=metadata.limits, **tensors)
-        alike = {name: on_meta(x) for name, x in options.items()}
         on_q = tuple(map(on_meta, q)) if isinstance(q, tuple) else on_meta(q)
+        alike = [{name: on_meta(x) for name, x in some.items()} | {"softmax_scale": ANY_SCALE} for some in every]
+        ahead = [call for some in alike for call in make(on_q, on_meta(pages), like, some)]
         # As warnings: engines leave our logger as it is, which then shows nothing less, and somebody waits.
         say = partial(_log.warning, "tersekv: %s")
-        compile_ahead([*make(on_q, on_meta(pages), like, alike)], chip, say=say)
+        compile_ahead(ahead, chip, say=say)
     for call in make(q, pages, metadata, options):
         call()
 

@@ -275,7 +275,7 @@ def _listed(dice: Dice, case: Case) -> Case:
     listed = min(dice.some((0, 1, 63, 64, 65, 2048, 2051, dice.log(1, 2051))), most)
     latent = case.op == "mla_decode"
     by_slot = latent and dice.maybe(0.4)
-    block_size = 1 if by_slot else dice.some((1, 1, 3, 4, 8, 64, 128))
+    block_size = 1 if by_slot else dice.some((1, 1, 3, 8, 16, 48, 64, 128))
     if latent and dice.maybe(0.4):
         case = replace(case, extra_listed=min(dice.some((0, 1, 64, dice.log(1, 600))), most),
                        extra_by_slot=dice.maybe(0.5), extra_page=_page(dice),
