@@ -177,7 +177,7 @@ def draw_weights(model: Any) -> None:
         weight.data.normal_(0, weight.shape[-1] ** -0.5, generator=g)
         if "qkv_proj" in name:
             weight.data[: weight.shape[1]] *= 2
-        if "q_b_proj" in name:
+        elif "q_b_proj" in name:  # latent attention's queries
             weight.data *= 2
         if "embed" in name:
             weight.data *= weight.shape[-1] ** 0.5

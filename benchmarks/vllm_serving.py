@@ -2,7 +2,7 @@
 
     python benchmarks/vllm_serving.py --json PATH [--only speed] [--formats auto fp8] [--gpus 2] [--seconds 300]
 
-Speed (`vllm_speed.py`): 8 layers with the sizes of Llama-3-8B ("speed"), of a Qwen3.5 without experts ("hybrid"), of
+Speed (`vllm_speed.py`): 8 layers with the sizes of Llama-3-8B ("speed"), of a Qwen3.5 with one MoE layer ("hybrid"), of
 gpt-oss-20b ("sinks") or of DeepSeek-V3 without experts ("mla"), random weights, full CUDA graphs of decode steps:
 prefill rate, time to the first token, a decode step of 32 requests of 8192 tokens, and the tokens a second of many
 requests at a fixed memory. A case whose first tokens' log-probabilities are not the reference's is not timed; one in

@@ -21,7 +21,7 @@ from pages import ROOT
 from svg import Picture
 
 PAGE, RESULTS = ROOT / "docs" / "serving.md", ROOT / "benchmarks" / "results" / "vllm"
-MODELS = {"hybrid": "Qwen3.5-27B, no experts", "sinks": "gpt-oss-20b, 8 experts", "mla": "DeepSeek-V3, no experts"}
+MODELS = {"hybrid": "Qwen3.5-27B, one MoE layer", "sinks": "gpt-oss-20b, 8 experts", "mla": "DeepSeek-V3, no experts"}
 PICTURE = ROOT / "docs" / "pictures" / "vllm_h200.svg"
 REFERENCES = {("FLASH_ATTN", "auto"), ("FLASH_ATTN_MLA", "auto")}
 # What the picture shows, and how its numbers are written.

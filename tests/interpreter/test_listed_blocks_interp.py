@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tersekv.backends.host import launch
 from tersekv.backends.triton import attention
@@ -52,6 +53,18 @@ def test_rows_without_enough_in_common_read_their_own_blocks(changed, monkeypatc
     assert isinstance(attention.configure(plan.facts(case.op, make(case))), decode.Config)
     result = verify.run(case, "cpu", "triton")
     assert result.status == verify.PASSED, result.message
+
+
+def test_any_negative_entry_is_padding_and_lengths_past_the_table_read_nothing_else(monkeypatch):
+    monkeypatch.setattr(launch, "num_sms", lambda f: 1)
+    call = make(replace(BASE, index="int64"))
+    call.indices[call.indices < 0] = -(1 << 32)
+    wanted = make(replace(BASE, index="int64"))
+    for c in (call, wanted):
+        attention.run(c, attention.configure(plan.facts("prefill", c)))
+    assert torch.equal(call.out, wanted.out)
+    call.seq_lens[0] = 100 * BASE.page * call.page_table.shape[1]  # undefined, but nothing is written elsewhere
+    attention.run(call, attention.configure(plan.facts("prefill", call)))
 
 
 def test_few_m_blocks_leave_a_gpu_idle(monkeypatch):

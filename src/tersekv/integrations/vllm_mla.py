@@ -61,7 +61,7 @@ class TersekvMLABackend(MLACommonBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Releases before 0.32 ask a backend."""
+        """vLLM before 0.32 takes the cache's shape from the backend."""
         is_record = FORMATS.get(cache_dtype_str) == "fp8_ds_mla"
         return num_blocks, block_size, latent_bytes_per_token("fp8_ds_mla") if is_record else head_size
 

@@ -169,8 +169,8 @@ def latent_calls(
 
 
 def query_like(x: Tensor, n: int) -> Tensor:
-    """n rows [n, H, D] of zeros, laid out as x: cut out of longer rows, or, as a product by heads leaves them, heads
-    before rows."""
+    """n rows [n, H, D] of zeros, laid out as x: cut out of longer rows, or heads before rows, as
+    `bmm(…).transpose(0, 1)` leaves them."""
     if heads_first(x):
         return x.new_zeros(x.shape[1], n, x.stride(0))[..., : x.shape[2]].transpose(0, 1)
     return x.new_zeros(n, max(x.stride(0), 1)).as_strided((n, *x.shape[1:]), x.stride())

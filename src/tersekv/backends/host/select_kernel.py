@@ -15,9 +15,10 @@ def select_attention_module_and_why_not(
     """Returns the module that runs these facts, and why it cannot (None: it can).
 
     Both compute the same where there is neither a mask nor new rows. decode_module has `why_not`; prefill_module also
-    `prefers_decode`, which says whether decode's kernels are faster.
+    `prefers_decode`, which says whether decode's kernels are faster. With lists of keys, prefill's kernel attends to
+    blocks that neighbouring rows share, and decode's to each row's own.
     """
-    if f.indices is not None:  # rows have keys of their own, which many rows share
+    if f.indices is not None:
         by_rows = f.op == "decode" or f.batch_invariant or prefill_module.prefers_decode(f)
         module = decode_module if by_rows else prefill_module
         return module, module.why_not(f)

@@ -32,7 +32,7 @@ _SHORT_PROMPT = 256  # new tokens of a request
 _TILES_WIDE = TileConfig(128, 64, 2, 8)
 # Of new rows too, with which ptxas 12.8 loses the place of a product in the larger; alone 419, 275, 203
 _TILES_WIDE_NEW_ROWS = TileConfig(128, 32, 3, 8)
-# Of 16-bit values after 8-bit keys it loses one in that too, with some strides.
+# With 8-bit K and 16-bit V, ptxas 12.8 loses a descriptor in that tile too, for some strides of new rows.
 _TILES_WIDE_NEW_ROWS_16_BIT_VALUES = TileConfig(64, 32, 3, 4)
 
 

@@ -41,6 +41,7 @@ from ..parts.kv_cache_args import (
 from .config import TileConfig, choose_tile_config, choose_tile_config_of_listed_blocks
 from .kernels import combine_in_order_kernel, prefill_kernel
 from .listed_blocks_args import (
+    MAX_CACHED_BYTES,
     has_shared_blocks,
     listed_blocks_args,
     listed_blocks_launch,
@@ -52,7 +53,6 @@ _BATCH_INVARIANT_ROWS = 1 << 10  # of a request, where BLOCK_M must not depend o
 # Where a row's bits must not depend on the rows beside it, one tile serves steps of decode and chunks of prefill.
 _PREFILL_INVARIANT_ROWS = 64
 _SPLIT_KEYS = 1024  # keys of a split in that case
-_MAX_CACHED_LISTS = 1 << 26  # bytes
 _MAX_WORKSPACE = 1 << 26  # floats of partial results; beyond it a program attends to all splits of its rows
 
 
@@ -167,7 +167,7 @@ def configure(f: SimpleNamespace) -> Config:
     return Config(
         cfg,
         LaunchSequence(
-            listed_blocks_launch(f, cfg, num_programs), prefill, workspace=Workspace(0, slices, _MAX_CACHED_LISTS)
+            listed_blocks_launch(f, cfg, num_programs), prefill, workspace=Workspace(0, slices, MAX_CACHED_BYTES)
         ),
     )
 

@@ -16,7 +16,7 @@ from ..parts.combine import cast_output, compute_acc_scale_and_lse, load_device_
 from ..parts.dequant import INT4, dequant_tile_power_of_2_factor
 from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
 from ..parts.tile_scheduler import store_empty_output_of_padding_rows
-from .listed_blocks import listed_mainloop
+from .listed_blocks import ListedBlocks, listed_mainloop
 from .mainloop import (
     KeyRange,
     KVOperand,
@@ -194,7 +194,7 @@ def prefill_kernel(
         else:
             softmax_state = empty_softmax_state(PACK * cfg.BLOCK_DV, cfg)
             if cfg.LISTED_BLOCK > 0:
-                listed = LISTED_BLOCKS, LISTED_ENDS, LISTED_COUNTS, NUM_LISTED_BLOCKS, max_listed_blocks
+                listed = ListedBlocks(LISTED_BLOCKS, LISTED_ENDS, LISTED_COUNTS, NUM_LISTED_BLOCKS, max_listed_blocks)
                 row_max, row_sum, acc_o = listed_mainloop(
                     q, softmax_state, keys, values, p_page_ids, listed, i_tile * cfg.HEADS + h, o_i - token_begin,
                     key_range, first_new_position + o_i, h, scale, softcap, cfg,

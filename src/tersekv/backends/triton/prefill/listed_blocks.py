@@ -9,6 +9,7 @@ Rows near each other list mostly the same blocks, so that K and V are loaded, an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -32,16 +33,27 @@ class ListedBlocksConfig(KernelConfig):
     ENTRIES: int  # of a list that are compared at a time
 
 
-@triton.jit(do_not_specialize=["SEQ_LENS", "CU_SEQLENS_Q", "B", "max_listed_blocks"])
+class ListedBlocks(NamedTuple):
+    """What `list_blocks_of_m_blocks_kernel` stores: pointers, and the row length of the first three."""
+
+    BLOCKS: Any
+    ENDS: Any
+    COUNTS: Any
+    NUM: Any
+    max_blocks: Any
+
+
+@triton.jit(do_not_specialize=["SEQ_LENS", "CU_SEQLENS_Q", "B", "num_blocks", "max_listed_blocks"])
 def list_blocks_of_m_blocks_kernel(
     INDICES, INDEX_LENS, SEQ_LENS, CU_SEQLENS_Q, LISTED_BLOCKS, LISTED_ENDS, LISTED_COUNTS, NUM_LISTED_BLOCKS, B,
-    max_listed_blocks, stride_list_t, stride_list_h, stride_list_n, cfg: tl.constexpr,
+    num_blocks, max_listed_blocks, stride_list_t, stride_list_h, stride_list_n, cfg: tl.constexpr,
 ):  # fmt: skip
     """Stores the blocks that the tokens of an m_block list for KV head h, ascending.
 
     LISTED_BLOCKS [m_blocks * HEADS, max_listed_blocks]; LISTED_ENDS: one past the last key that a token sees of each
     LISTED_COUNTS [m_blocks * HEADS, max_listed_blocks, TOKENS]: how many times a token lists a block
-    NUM_LISTED_BLOCKS [m_blocks * HEADS, 2]: how many there are, and how many of these lie before all tokens
+    NUM_LISTED_BLOCKS [m_blocks * HEADS, 2]: how many there are; how many come first that all tokens see in full
+    num_blocks: that a row of the page table has room for
     """
     # Tile scheduler: the KV head, request and tokens of this program
     h, i_tile = tl.program_id(0) % cfg.HEADS, tl.program_id(0) // cfg.HEADS
@@ -60,10 +72,10 @@ def list_blocks_of_m_blocks_kernel(
             p_lens = INDEX_LENS + tokens * cfg.LIST.LENS_STRIDE + h * cfg.LIST.LENS_STRIDE_H
             num_entries = tl.minimum(tl.load(p_lens, mask=m_token, other=0).to(tl.int64), num_entries)
         p_entries = INDICES + tokens * stride_list_t + h.to(tl.int64) * stride_list_h
-        # A block that begins behind a token's own position it does not see.
-        last_block = tl.where(position >= 0, position // cfg.LIST.BLOCK, -1)
+        # Blocks after a token's own position are not visible to it.
+        last_block = tl.minimum(tl.where(position >= 0, position // cfg.LIST.BLOCK, -1), num_blocks - 1)
         i_out = tl.program_id(0).to(tl.int64) * max_listed_blocks
-        count, num_whole = 0, 0
+        count, num_unmasked = 0, 0
         for begin in range(0, tl.max(last_block, 0) + 1, cfg.BLOCK_IDS):
             ids = begin + tl.arange(0, cfg.BLOCK_IDS)
             # How many times each token lists each of these blocks
@@ -73,35 +85,36 @@ def list_blocks_of_m_blocks_kernel(
                 m_entry = m_token[:, None] & (o_e[None, :] < num_entries[:, None])
                 p_entry = p_entries[:, None] + o_e.to(tl.int64)[None, :] * stride_list_n
                 entry = tl.load(p_entry, mask=m_entry, other=0).to(tl.int64)
-                entry = tl.where(m_entry & (entry <= last_block[:, None]), entry, -1).to(tl.int32)
+                is_visible = m_entry & (entry >= 0) & (entry <= last_block[:, None])
+                entry = tl.where(is_visible, entry, -1).to(tl.int32)
                 counts += tl.sum((entry[None, :, :] == ids[:, None, None]).to(tl.int32), 2)
             # Those that some token lists are stored side by side
             listed = tl.sum(counts, 1) > 0
-            place = i_out + count + tl.cumsum(listed.to(tl.int32), 0) - 1
+            o_out = i_out + count + tl.cumsum(listed.to(tl.int32), 0) - 1
             end = tl.max(tl.where(counts > 0, position[None, :] + 1, 0), 1)
-            tl.store(LISTED_BLOCKS + place, ids, mask=listed)
-            tl.store(LISTED_ENDS + place, tl.minimum(end, (ids + 1) * cfg.LIST.BLOCK), mask=listed)
-            p_counts = LISTED_COUNTS + place[:, None] * cfg.TOKENS + tl.arange(0, cfg.TOKENS)[None, :]
+            tl.store(LISTED_BLOCKS + o_out, ids, mask=listed)
+            tl.store(LISTED_ENDS + o_out, tl.minimum(end, (ids + 1) * cfg.LIST.BLOCK), mask=listed)
+            p_counts = LISTED_COUNTS + o_out[:, None] * cfg.TOKENS + tl.arange(0, cfg.TOKENS)[None, :]
             tl.store(p_counts, counts.to(tl.int16), mask=tl.broadcast_to(listed[:, None], counts.shape))
             count += tl.sum(listed.to(tl.int32), 0)
-            is_whole = listed & ((ids + 1) * cfg.LIST.BLOCK <= first_position + 1)
-            num_whole += tl.sum(is_whole.to(tl.int32), 0)
+            is_unmasked = listed & ((ids + 1) * cfg.LIST.BLOCK <= first_position + 1)
+            num_unmasked += tl.sum(is_unmasked.to(tl.int32), 0)
         tl.store(NUM_LISTED_BLOCKS + tl.program_id(0) * 2, count)
-        tl.store(NUM_LISTED_BLOCKS + tl.program_id(0) * 2 + 1, num_whole)
+        tl.store(NUM_LISTED_BLOCKS + tl.program_id(0) * 2 + 1, num_unmasked)
 
 
 @triton.jit
-def listed_mainloop(q, softmax_state, K: KVOperand, V: KVOperand, p_page_ids, listed, i_list, token_in_m_block,
-                    key_range: KeyRange, q_position, h, score_scale, softcap, cfg: tl.constexpr):  # fmt: skip
-    """Returns softmax_state after the blocks that the m_block's tokens list. listed: what
-    `list_blocks_of_m_blocks_kernel` stores; token_in_m_block [BLOCK_M]: the token of each row."""
-    LISTED_BLOCKS, LISTED_ENDS, LISTED_COUNTS, NUM_LISTED_BLOCKS, max_listed_blocks = listed
+def listed_mainloop(q, softmax_state, K: KVOperand, V: KVOperand, p_page_ids, listed: ListedBlocks, i_list,
+                    token_in_m_block, key_range: KeyRange, q_position, h, score_scale, softcap,
+                    cfg: tl.constexpr):  # fmt: skip
+    """Returns softmax_state after the blocks that the m_block's tokens list. token_in_m_block [BLOCK_M]: each row's
+    token."""
     N_BLOCKS: tl.constexpr = cfg.LISTED_BLOCK // cfg.BLOCK_N  # key blocks of a listed block
-    p_blocks = LISTED_BLOCKS + i_list.to(tl.int64) * max_listed_blocks
-    p_ends = LISTED_ENDS + i_list.to(tl.int64) * max_listed_blocks
-    p_counts = LISTED_COUNTS + i_list.to(tl.int64) * max_listed_blocks * cfg.LISTED_TOKENS + token_in_m_block
-    end = tl.load(NUM_LISTED_BLOCKS + i_list * 2) * N_BLOCKS
-    unmasked_end = tl.load(NUM_LISTED_BLOCKS + i_list * 2 + 1) * N_BLOCKS
+    o_list = i_list.to(tl.int64) * listed.max_blocks
+    p_blocks, p_ends = listed.BLOCKS + o_list, listed.ENDS + o_list
+    p_counts = listed.COUNTS + o_list * cfg.LISTED_TOKENS + token_in_m_block
+    end = tl.load(listed.NUM + i_list * 2) * N_BLOCKS
+    unmasked_end = tl.load(listed.NUM + i_list * 2 + 1) * N_BLOCKS
     # Unmasked key blocks. Their numbers are loaded two iterations ahead and page ids one, so that no load waits for its
     # own address.
     n_block = load_listed_n_block(p_blocks, 0, unmasked_end, cfg)
@@ -121,11 +134,12 @@ def listed_mainloop(q, softmax_state, K: KVOperand, V: KVOperand, p_page_ids, li
     # Masked key blocks, unpipelined: those of the tokens' own positions
     for i in tl.range(unmasked_end, end, num_stages=1):
         n_block = load_listed_n_block(p_blocks, i, end, cfg)
-        seen = KeyRange(0, tl.load(p_ends + i // N_BLOCKS), key_range.q_position_begin, key_range.q_position_end)
-        page_ids = load_block_or_per_key_page_ids(p_page_ids, n_block, seen.end, cfg)
+        block_end = tl.load(p_ends + i // N_BLOCKS)
+        masked_range = KeyRange(0, block_end, key_range.q_position_begin, key_range.q_position_end)
+        page_ids = load_block_or_per_key_page_ids(p_page_ids, n_block, block_end, cfg)
         softmax_state = attend_kv_block(
-            q, softmax_state, K, V, page_ids, n_block, seen, q_position, h, score_scale, softcap, True, False, cfg,
-            load_row_counts(p_counts, i, end, cfg),
+            q, softmax_state, K, V, page_ids, n_block, masked_range, q_position, h, score_scale, softcap, True, False,
+            cfg, load_row_counts(p_counts, i, end, cfg),
         )  # fmt: skip
     return softmax_state
 

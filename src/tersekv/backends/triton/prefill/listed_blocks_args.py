@@ -17,16 +17,17 @@ from .listed_blocks import ListedBlocksConfig, list_blocks_of_m_blocks_kernel
 BLOCKS, ENDS, COUNTS, NUMBERS = "listed_blocks", "listed_ends", "listed_counts", "num_listed_blocks"
 _MIN_BLOCK = 16  # keys, of a product
 _MIN_ROWS = 64  # of a request, for a product
-_MAX_COMPARISONS = 1 << 20  # of a token: blocks of a request × entries of a list
-_MAX_BYTES = 1 << 28
+_MAX_COMPARISONS = 1 << 16  # of a token: blocks of a request × entries of a list; measured up to 1 << 12
+_MAX_BYTES = 1 << 28  # of what is stored
+MAX_CACHED_BYTES = 1 << 26  # above it, memory is allocated in each call
 _COMPARED = 1 << 14  # by a program at a time
 
 
 def has_shared_blocks(f: SimpleNamespace) -> bool:
     """Returns whether to attend to the union of the lists of neighbouring rows; else each row to its own blocks.
 
-    Not where blocks are no multiple of 16 keys, where a request has few rows, or where finding the union would take
-    more memory or time than it gains.
+    Not where blocks are no multiple of 16 keys, where a request has few rows, or where finding the union takes much
+    memory or time.
     """
     group, entries = f.q.shape[1] // max(f.k_cache.shape[2], 1), f.indices.shape[-1]
     tokens = padded_tokens(f, _MIN_ROWS)
@@ -57,7 +58,7 @@ def listed_blocks_launch(f: SimpleNamespace, cfg: Any, num_programs: int) -> Ker
     arguments: dict[str, Any] = tensor_args(INDICES="indices", SEQ_LENS="seq_lens") | query_offset_args(f)
     arguments |= {"INDEX_LENS": None} if f.index_lens is None else tensor_args(INDEX_LENS="index_lens")
     arguments |= listed_blocks_args(f, tokens) | {
-        "B": f.seq_lens.shape[0], "stride_list_t": stride[0],
+        "B": f.seq_lens.shape[0], "num_blocks": _num_blocks(f), "stride_list_t": stride[0],
         "stride_list_h": stride[1] if f.indices.shape[1] > 1 else 0, "stride_list_n": stride[2], "cfg": blocks_of,
     }  # fmt: skip
     return KernelLaunch(list_blocks_of_m_blocks_kernel, (num_programs,), arguments, num_warps=4)
