@@ -155,8 +155,8 @@ AXES: dict[str, Axes] = {
     },
     "prefill listed": {
         **{k: v for k, v in {**_KV, **_READ}.items() if k not in ("ragged", "table")}, **_LISTED,
-        "block_size": (128, 16, 48, 4), "each_head": _BOTH, "group": (4, 1, 5, 16), "softcap": (0.0, 20.0),
-        "sinks": _BOTH, "drafts": (3000, 40),
+        "block_size": (128, 16, 48), "each_head": _BOTH, "group": (4, 1, 5, 16), "softcap": (0.0, 20.0),
+        "sinks": _BOTH, "drafts": (70, 3), "requests": (30, 1, 150), "listed": (9, 1, 70),
     },
     "mla_decode listed": {
         **_LATENT, **_READ, **_LISTED, "by_slot": _BOTH, "sinks": _BOTH, "lse_of_keys": _BOTH,
