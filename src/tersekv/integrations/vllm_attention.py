@@ -340,12 +340,17 @@ class TersekvImpl(AttentionImpl):
             [x.shape if isinstance(x, Tensor) else x for x in options.values()],
         )  # fmt: skip
         if first_time(kind, query.device):
-            warm_up(query, pages, m, self._brings_rows(query), options, self._windows_of_all_layers())
+            warm_up(query, pages, m, self._brings_rows(query), options, self._windows_of_layers_alike())
 
-    def _windows_of_all_layers(self) -> set[int | None]:
+    def _windows_of_layers_alike(self) -> set[int | None]:
+        """Of layers with the same heads and cache dtype: kernels of others are compiled with their own first batch."""
+
+        def heads(impl: TersekvImpl) -> tuple[Any, ...]:
+            return impl.num_heads, impl.num_kv_heads, impl.head_size, impl.kv_cache_dtype
+
         layers = {} if self._config is None else self._config.compilation_config.static_forward_context
         found = [getattr(layer, "impl", None) for layer in layers.values()]
-        return {impl.window for impl in found if isinstance(impl, TersekvImpl)}
+        return {impl.window for impl in found if isinstance(impl, TersekvImpl) and heads(impl) == heads(self)}
 
     def _brings_rows(self, query: Tensor) -> bool:
         """Whether prompts attend to their own rows as they came: to those of 16 bits, where the layer stores them."""

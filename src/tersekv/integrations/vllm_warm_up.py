@@ -54,7 +54,7 @@ def warm_up(
     q:         [T, Hq, D] of a batch that is like all in dtype, and in its metadata's index tensors
     metadata:  of that batch, with `limits`
     own_rows:  whether prompts bring keys and values
-    windows:   of all layers: kernels for each are compiled together, since workers take seconds to start
+    windows:   of all layers alike: kernels for each are compiled together, since workers take seconds to start
     """
     every = [options | {"window": w} for w in in_order({options["window"], *windows})]
     _compile_and_call(lambda q, pages, m, o: calls(q, pages, m, own_rows, o), q, pages, metadata, options, every)
