@@ -57,6 +57,24 @@ def test_replays_see_new_lists_of_blocks(format):
     check_replays(step, [(indices, lambda: lists(4, 7, 6, 2)), (lens, lambda: lens.flip(0).contiguous())])
 
 
+@pytest.mark.parametrize("format", ["bf16", "int8_per_token_head"])
+def test_replays_see_new_lists_of_neighbouring_rows(format):
+    """512 rows: a tile attends to the union of its lists, which another launch finds."""
+    torch.manual_seed(0)
+    layer = tersekv.PagedKVCache.allocate(1, 64, 64, 2, 128, format=format, **GPU)[0]
+    k, v = torch.randn(2, 4096, 2, 128, **GPU)
+    tersekv.append(k, v, layer, torch.arange(4096, **GPU))
+    q, starts = torch.randn(512, 16, 128, **GPU).bfloat16(), torch.tensor([0, 128, 256, 384, 512], **GPU).int()
+    table = torch.randperm(64, **GPU).view(4, 16).int()
+    lens, indices = torch.tensor([1000, 130, 400, 700], **GPU).int(), lists(512, 7, 16, 2)
+
+    def step(backend: str | None = None) -> torch.Tensor:
+        options = {"indices": indices, "block_size": 64, "max_q_len": 128, "backend": backend}
+        return tersekv.prefill(q, layer, table, lens, starts, **options)
+
+    check_replays(step, [(indices, lambda: lists(512, 7, 9, 2)), (lens, lambda: lens.flip(0).contiguous())])
+
+
 def check_replays(step, changes) -> None:
     step()
     torch.cuda.synchronize()
