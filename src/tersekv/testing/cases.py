@@ -243,6 +243,7 @@ def _prefill(base: Case, i: int) -> Iterator[Case]:
         ),
         replace(new, name="new rows, rotated, channel scales", rotation="kv", channels="kv", scale="float", sinks=True),
         replace(base, name="listed blocks", listed=6, block_size=16, each_head=True, list_lens=True, sinks=True),
+        replace(base, name="listed blocks of many rows", listed=4, block_size=64, heads=8, lens=(330,), q_lens=(290,)),
         replace(base, name="one list for all", listed=20, block_size=4, lists="shared", lens=(150,), q_lens=(70,)),
         replace(new, name=f"new rows, channel scales, D {odd}", channels="kv", rotation="v", dim=odd, dim_v=odd_v),
     ):  # fmt: skip
