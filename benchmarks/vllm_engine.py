@@ -107,7 +107,7 @@ def engine(folder: Path, case: Case, **options: Any) -> Iterator[Any]:
     load_general_plugins()
     given = {
         "skip_tokenizer_init": True, "dtype": "bfloat16", "kv_cache_dtype": case.dtype, "seed": 0,
-        "attention_backend": our_name(case.kind == "mla") if case.backend == OURS else case.backend,
+        "attention_backend": tersekv_backend_name(case.kind == "mla") if case.backend == OURS else case.backend,
         "disable_log_stats": True, **options,
     }  # fmt: skip
     if case.tiny:
@@ -123,7 +123,7 @@ def engine(folder: Path, case: Case, **options: Any) -> Iterator[Any]:
         cleanup_dist_env_and_memory()
 
 
-def our_name(is_mla: bool) -> str:
+def tersekv_backend_name(is_mla: bool) -> str:
     """What this vLLM calls tersekv's backend; one that knows no names of plugins has CUSTOM alone, made MLA's here."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -109,6 +109,11 @@ def test_the_first_batch_that_a_kind_of_layer_decodes_compiles_for_all(model, mo
     hold(results, [score_latents(p, r[0], "fp16") for p, r in zip(prompts, results, strict=True)])
 
 
+@pytest.mark.parametrize(("name", "row"), [("auto", 576), ("fp8", 576), ("fp8_ds_mla", 656)])
+def test_releases_that_ask_the_backend_get_the_shape_of_its_pages(name, row):
+    assert TersekvMLABackend.get_kv_cache_shape(3, 64, 1, 576, name) == (3, 64, row)
+
+
 HEADS, RANK, ROTARY, PAGE = 4, 512, 64, 16
 
 

@@ -30,6 +30,8 @@ def test_the_reference_of_a_kind_runs_before_what_is_judged_by_it():
     first, second = serving.cases(["speed"], ["nvfp4"], False, False)
     assert (first.name, first.is_reference) == ("speed FLASH_ATTN auto", True)
     assert (second.name, second.is_reference) == ("speed tersekv nvfp4", False)
+    latents = [c.name for c in serving.cases(["mla"], ["fp8"], True, False)]
+    assert latents == ["mla FLASH_ATTN_MLA auto", "mla tersekv fp8", "mla TRITON_MLA fp8"]
     tiny = serving.cases(["speed"], ["fp8"], True, True)
     assert [c.name for c in tiny] == ["speed tersekv auto", "speed tersekv fp8"]
 

@@ -13,7 +13,7 @@ import torch
 
 from tersekv.cli.main import main
 from tersekv.integrations.vllm_latents import latents_of
-from tersekv.integrations.vllm_warm_up import ANY_SCALE, Limits, latent_calls, layout, warm_up_latents
+from tersekv.integrations.vllm_warm_up import ANY_SCALE, Limits, latent_calls, query_signature, warm_up_latents
 from tersekv.ops.compile_workers import on_meta
 from tersekv.ops.mla import mla_append, mla_decode
 
@@ -21,11 +21,11 @@ LIMITS = Limits(requests=70, rows=300, decode_rows=3)
 HEADS, RANK, ROTARY, NOPE, PAGE, COLUMNS = 16, 512, 64, 128, 64, 32
 
 
-def queries(n, dcp=False, rotary=ROTARY, heads_first=False):
+def queries(n, dcp=False, rotary=ROTARY, head_major=False):
     """As vLLM's layer gives them: absorbed, and cut out of the projection; of all ranks' heads in one tensor. Releases
     before 0.32 absorb into a tensor by heads."""
     nope, rope = torch.zeros(n, HEADS, RANK).bfloat16(), torch.zeros(n, HEADS, NOPE + rotary).bfloat16()[..., NOPE:]
-    if heads_first:
+    if head_major:
         nope = torch.zeros(HEADS, n, RANK).bfloat16().transpose(0, 1)
     return (torch.cat((nope, rope), -1),) if dcp else (nope, rope)
 
@@ -44,13 +44,13 @@ def index(requests):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("compiled", "name", "dcp", "rotary", "heads_first"), [
+@pytest.mark.parametrize(("compiled", "name", "dcp", "rotary", "head_major"), [
     (80, "auto", False, ROTARY, False), (90, "auto", False, ROTARY, False), (90, "fp8", False, ROTARY, True),
     (90, "fp8_ds_mla", True, ROTARY, False), (90, "auto", False, 0, False),
 ], indirect=["compiled"])  # fmt: skip
-def test_no_kernel_is_compiled_after_the_warm_up(compiled, name, dcp, rotary, heads_first):
+def test_no_kernel_is_compiled_after_the_warm_up(compiled, name, dcp, rotary, head_major):
     cache, options = pages(name, rotary), {"softmax_scale": 0.1, "return_lse": dcp}
-    for call in latent_calls(queries(2, dcp, rotary, heads_first), cache, index(2), options):
+    for call in latent_calls(queries(2, dcp, rotary, head_major), cache, index(2), options):
         call()
     assert 0 < len(compiled) <= 60  # an engine waits for each
     warm, draw = set(compiled), random.Random(0)
@@ -59,14 +59,14 @@ def test_no_kernel_is_compiled_after_the_warm_up(compiled, name, dcp, rotary, he
         m, t = index(b), draw.randint(1, LIMITS.rows)
         kpe = torch.zeros(t, RANK + rotary).bfloat16()[:, RANK:] if rotary else None
         mla_append(torch.zeros(t, RANK).bfloat16(), kpe, cache, torch.full((t,), -1))
-        q = queries(b * n, dcp, rotary, heads_first)
+        q = queries(b * n, dcp, rotary, head_major)
         mla_decode(q[0] if dcp else q, cache, m.block_table, m.seq_lens, **options)
         assert compiled == warm, ((b, n, t), compiled - warm)
 
 
-@pytest.mark.parametrize("heads_first", [False, True])
-def test_the_number_of_rows_does_not_change_a_layers_kind(heads_first):
-    one, two, many = ([layout(x) for x in queries(n, heads_first=heads_first)] for n in (1, 2, 512))
+@pytest.mark.parametrize("head_major", [False, True])
+def test_the_number_of_rows_does_not_change_a_layers_kind(head_major):
+    one, two, many = ([query_signature(x) for x in queries(n, head_major=head_major)] for n in (1, 2, 512))
     assert one == two == many
 
 
@@ -94,8 +94,8 @@ def test_the_command_compiles_a_models_kernels(tmp_path, capsys, monkeypatch):
     assert main(["warm-up", *options, *more, "--formats", ",".join(names)]) == 0
     for name, made in zip(names, asked, strict=True):
         q, like = tuple(map(on_meta, queries(1))), index(1)
-        told = {"softmax_scale": ANY_SCALE, "return_lse": False}
-        mine = [*latent_calls(q, on_meta(pages(name)), like, told)]
+        options_of = {"softmax_scale": ANY_SCALE, "return_lse": False}
+        mine = [*latent_calls(q, on_meta(pages(name)), like, options_of)]
         for a, b in zip(made, mine, strict=True):
             assert (a.func, a.keywords) == (b.func, b.keywords)
             assert [described(x) for x in a.args] == [described(x) for x in b.args]

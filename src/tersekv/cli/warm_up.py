@@ -14,7 +14,7 @@ import torch
 from ..integrations.vllm_latents import FORMATS as LATENT_FORMATS
 from ..integrations.vllm_latents import latents_of
 from ..integrations.vllm_pages import FORMATS, known, pages_of
-from ..integrations.vllm_warm_up import ANY_SCALE, Limits, calls, in_order, latent_calls
+from ..integrations.vllm_warm_up import ANY_SCALE, Limits, calls, latent_calls, sorted_windows
 from ..ops.compile_workers import Chip, compile_ahead, on_meta
 from .arguments import between, complain, positive, words
 
@@ -112,7 +112,7 @@ def calls_of(config: Any, cache_dtype: str, args: argparse.Namespace) -> list[li
     sinks = new(q_heads // ranks, dtype=torch.float32) if model.get("model_type") == "gpt_oss" else None
     softcap = float(model.get("attn_logit_softcapping") or 0.0)
     found: list[partial] = []
-    for window in in_order(windows(model)):
+    for window in sorted_windows(windows(model)):
         # In the order of `TersekvImpl.forward`: an engine with equal calls then finds that they are done.
         options = {
             "softmax_scale": ANY_SCALE, "window": window, "sinks": sinks, "softcap": softcap, "batch_invariant": False,

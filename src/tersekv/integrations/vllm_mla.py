@@ -34,7 +34,7 @@ from .vllm_checkpoint import layer_with, require_alike, require_scales
 from .vllm_latents import FORMATS, latents_of
 from .vllm_mla_prefill import TersekvMLAPrefill, prompts
 from .vllm_saved import saved_file
-from .vllm_warm_up import Limits, first_time, layout, warm_up_latents
+from .vllm_warm_up import Limits, first_time, query_signature, warm_up_latents
 
 
 class TersekvMLABackend(MLACommonBackend):
@@ -203,7 +203,7 @@ class TersekvMLAImpl(LatentPages, MLACommonImpl[TersekvMLAMetadata]):
         limits, m = getattr(attn_metadata, "limits", None), attn_metadata.decode
         kept = [(x.shape[1:], x.stride(), x.dtype) for x in (pages.ckv, pages.kpe)]
         kind = (
-            pages.format, kept, [layout(x) for x in q], m.block_table.shape[1], limits, options["return_lse"],
+            pages.format, kept, [query_signature(x) for x in q], m.block_table.shape[1], limits, options["return_lse"],
         )  # fmt: skip
         if limits is not None and first_time(kind, q[0].device):
             index = SimpleNamespace(

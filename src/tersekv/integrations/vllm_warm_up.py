@@ -56,11 +56,11 @@ def warm_up(
     own_rows:  whether prompts bring keys and values
     windows:   of all layers alike: kernels for each are compiled together, since workers take seconds to start
     """
-    every = [options | {"window": w} for w in in_order({options["window"], *windows})]
-    _compile_and_call(lambda q, pages, m, o: calls(q, pages, m, own_rows, o), q, pages, metadata, options, every)
+    all_options = [options | {"window": w} for w in sorted_windows({options["window"], *windows})]
+    _compile_and_call(lambda q, pages, m, o: calls(q, pages, m, own_rows, o), q, pages, metadata, options, all_options)
 
 
-def in_order(windows: Collection[int | None]) -> list[int | None]:
+def sorted_windows(windows: Collection[int | None]) -> list[int | None]:
     """None first: whoever compiles for the same windows asks for the same calls."""
     return sorted(windows, key=lambda w: -1 if w is None else w)
 
@@ -84,19 +84,19 @@ def _compile_and_call(
     pages: Any,
     metadata: Any,
     options: dict[str, Any],
-    every: list[dict[str, Any]],
+    all_options: list[dict[str, Any]],
 ) -> None:
-    """every: the options of all calls to compile for; those of `options` are then made."""
+    """all_options: the options of all calls to compile for; those of `options` are then made."""
     chip = chip_of(pages.device)
     if chip is not None:
         tensors = {n: on_meta(getattr(metadata, n)) for n in ("block_table", "seq_lens", "slot_mapping")}
         like = SimpleNamespace(limits=metadata.limits, **tensors)
         on_q = tuple(map(on_meta, q)) if isinstance(q, tuple) else on_meta(q)
-        alike = [{name: on_meta(x) for name, x in some.items()} | {"softmax_scale": ANY_SCALE} for some in every]
-        ahead = [call for some in alike for call in make(on_q, on_meta(pages), like, some)]
+        alike = [{name: on_meta(x) for name, x in some.items()} | {"softmax_scale": ANY_SCALE} for some in all_options]
+        to_compile = [call for some in alike for call in make(on_q, on_meta(pages), like, some)]
         # As warnings: engines leave our logger as it is, which then shows nothing less, and somebody waits.
         say = partial(_log.warning, "tersekv: %s")
-        compile_ahead(ahead, chip, say=say)
+        compile_ahead(to_compile, chip, say=say)
     for call in make(q, pages, metadata, options):
         call()
 
@@ -171,19 +171,19 @@ def latent_calls(
 def query_like(x: Tensor, n: int) -> Tensor:
     """n rows [n, H, D] of zeros, laid out as x: cut out of longer rows, or heads before rows, as
     `bmm(…).transpose(0, 1)` leaves them."""
-    if heads_first(x):
+    if is_head_major(x):
         return x.new_zeros(x.shape[1], n, x.stride(0))[..., : x.shape[2]].transpose(0, 1)
     return x.new_zeros(n, max(x.stride(0), 1)).as_strided((n, *x.shape[1:]), x.stride())
 
 
-def heads_first(x: Tensor) -> bool:
+def is_head_major(x: Tensor) -> bool:
     """Whether a query [T, H, D] has its heads before its rows: the stride of a head then goes by the number of rows."""
     return x.shape[1] > 1 and x.stride(1) >= x.stride(0)
 
 
-def layout(x: Tensor) -> tuple[Any, ...]:
+def query_signature(x: Tensor) -> tuple[Any, ...]:
     """What kernels are chosen by, whatever the number of rows."""
-    return x.shape[1:], x.dtype, (x.stride(0), x.stride(2)) if heads_first(x) else x.stride()
+    return x.shape[1:], x.dtype, (x.stride(0), x.stride(2)) if is_head_major(x) else x.stride()
 
 
 def sizes(most: int) -> list[int]:
