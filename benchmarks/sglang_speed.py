@@ -84,6 +84,7 @@ def run(backend: str, format: str, work: Path, tiny: bool) -> dict[str, Any]:
     if backend == "tersekv":
         os.environ["TERSEKV_SGLANG_FORMAT"] = format
     os.environ.setdefault("SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK", "1")  # the last built with PyTorch 2.11 is older
+    os.environ.setdefault("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")  # the other is built with a newer PyTorch
     import sglang
 
     bits16 = 4 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]

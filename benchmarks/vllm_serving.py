@@ -8,6 +8,8 @@ prefill rate, time to the first token, a decode step of 32 requests of 8192 toke
 requests at a fixed memory. A case whose first tokens' log-probabilities are not the reference's is not timed; one in
 which a kernel is compiled after the engine began is a failure of tersekv.
 Acceptance (`vllm_accept.py`): perplexity of a text, windows and sinks, two ranks.
+--starts 3: of the speed cases the engine's start alone, three times with empty caches, then once with what the last
+one compiled.
 
 Every case is a process of its own with a time limit: what fails costs itself. Lines are kept as they come, in place of
 those of the same case, so an interrupt loses the running case alone. What a case says as it runs lies in --work/logs,
@@ -21,6 +23,7 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -46,13 +49,13 @@ RESULT = "RESULT "
 RUNNING: set[subprocess.Popen[str]] = set()
 
 
-def cases(kinds: list[str], formats: list[str], peers: bool, tiny: bool) -> list[Case]:
-    """The reference of each kind before what is judged by it."""
+def cases(kinds: list[str], formats: list[str], peers: bool, tiny: bool, judged: bool = True) -> list[Case]:
+    """The reference of each kind before what is judged by it, if anything is."""
     found = []
     for kind in kinds:
         others = PEERS_OF.get(kind, PEERS[:1]) if peers and not tiny else ()
         made = [Case(kind, *p, tiny) for p in [*((OURS, f) for f in formats), *others]]
-        if not any(c.is_reference for c in made):
+        if judged and not any(c.is_reference for c in made):
             made.append(Case(kind, *((OURS, "auto") if tiny else reference_of(kind)), tiny))
         found += sorted(made, key=lambda c: not c.is_reference)
     return found
@@ -64,11 +67,35 @@ def one(case: Case, work: Path) -> dict[str, Any]:
     return vllm_speed.run(case, work) if case.kind in vllm_speed.MODELS else vllm_accept.run(case, work)
 
 
-def child(case: Case, work: Path, gpus: str | None, limit: float) -> dict[str, Any]:
-    """Run a case in a process of its own; what ails it is its `reason`."""
+def start(case: Case, work: Path) -> dict[str, Any]:
+    """Start a case's engine in this process, and end it."""
+    prepare(case)
+    return vllm_speed.start(case, work)
+
+
+def starts(case: Case, work: Path, gpus: str | None, limit: float, times: int) -> dict[str, Any]:
+    """Starts with empty caches, and one more with what the last compiled."""
+    record: dict[str, Any] = {"starts_s": []}
+    for i in range(times + 1):
+        if i < times:
+            home = Path(tempfile.mkdtemp(dir=work))
+        got = child(case, work, gpus, limit, "--start", {"TRITON_CACHE_DIR": str(home / "triton"), "HOME": str(home)})
+        if "reason" in got:
+            return record | got
+        if i < times:
+            record |= {"starts_s": [*record["starts_s"], got["start_s"]], "compiled": got["compiled"]}
+        record |= {"again_s": got["start_s"], "gpu": got["gpu"]}
+    return record | {"start_s": statistics.median(record["starts_s"])}
+
+
+def child(
+    case: Case, work: Path, gpus: str | None, limit: float, what: str = "--case", more_env: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Run a case, or with what="--start" its engine's start alone, in a process of its own; what ails it is its
+    `reason`."""
     told = json.dumps(asdict(case))
-    env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus is not None else {})
-    command = [sys.executable, __file__, "--case", told, "--work", str(work)]
+    env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus is not None else {}) | (more_env or {})
+    command = [sys.executable, __file__, what, told, "--work", str(work)]
     log = work / "logs" / f"{case.name.replace('/', '+').replace(' ', '_')}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
@@ -127,12 +154,12 @@ def line(case: Case, record: dict[str, Any]) -> str:
     return f"{case.name}: {', '.join(numbers)}" + (f"; FAILED: {record['reason']}" if "reason" in record else "")
 
 
-def run_all(todo: list[Case], work: Path, kept: Kept, gpus: int, limit: float) -> list[Case]:
+def run_all(todo: list[Case], work: Path, kept: Kept, gpus: int, limit: float, times: int = 0) -> list[Case]:
     """References and what needs every GPU alone and first, then the others, one a GPU. Returns what failed."""
     failed: list[Case] = []
 
     def run(case: Case, devices: str | None) -> None:
-        record = child(case, work, devices, limit)
+        record = starts(case, work, devices, limit, times) if times else child(case, work, devices, limit)
         kept.add(case, record)
         if "reason" in record:
             failed.append(case)
@@ -171,17 +198,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="on a CPU, as a test of this script")
     parser.add_argument("--json", type=Path, help="lines to keep")
     parser.add_argument("--work", type=Path, help="folder for models, the reference and logs; default: a new one")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--starts", type=int, default=0, metavar="TIMES", help="the engine's start alone, so often")
+    for hidden in ("--case", "--start"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.case:
-        print(RESULT + json.dumps(one(Case(**json.loads(args.case)), args.work)), flush=True)
+    if told := args.case or args.start:
+        case = Case(**json.loads(told))
+        print(RESULT + json.dumps(one(case, args.work) if args.case else start(case, args.work)), flush=True)
         return 0
     work = args.work or Path(tempfile.mkdtemp(prefix="tersekv-vllm-"))
     work.mkdir(parents=True, exist_ok=True)
     kinds = [k for k in args.only or KINDS if k != "ranks" or args.gpus > 1 or args.tiny]
-    todo = cases(kinds, args.formats, not args.no_peers, args.tiny)
+    if args.starts:
+        kinds = [k for k in kinds if k in vllm_speed.MODELS]
+    todo = cases(kinds, args.formats, not args.no_peers, args.tiny, judged=not args.starts)
     try:
-        failed = run_all(todo, work, Kept(args.json), args.gpus, args.seconds)
+        failed = run_all(todo, work, Kept(args.json), args.gpus, args.seconds, args.starts)
     finally:
         for process in list(RUNNING):
             end(process)

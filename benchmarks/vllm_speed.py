@@ -8,6 +8,7 @@ requires an MoE layer: the last of eight has two experts and routes each token t
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from pathlib import Path
@@ -91,21 +92,7 @@ def run(case: Case, work: Path) -> dict[str, Any]:
 
     s, compiled = Sizes(case.kind, case.tiny), Compiled()
     began = time.perf_counter()
-    options: dict[str, Any] = {
-        "load_format": drawn_weights(), "max_model_len": s.prompt + 256, "max_num_seqs": s.most,
-        "max_num_batched_tokens": 96 if case.tiny else 8192, "enable_prefix_caching": s.has_prefixes,
-        "max_logprobs": s.model["vocab_size"], "kv_cache_memory_bytes": s.memory,
-        "compilation_config": {
-            "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": s.graphs,
-        },
-    }  # fmt: skip
-    if s.has_prefixes:
-        options["block_size"] = BLOCK
-    else:  # the engine chooses a hybrid's block size, as large as a state; the other GDN prefill backend needs nvcc
-        options["gdn_prefill_backend"] = "triton"
-    if case.tiny:  # on a CPU the platform counts in its own unit
-        options |= {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": 64}
-    with engine(config(work / case.kind, **s.model), case, **options) as llm:
+    with engine_of_sizes(case, s, work) as llm:
         record: dict[str, Any] = {"init_s": time.perf_counter() - began, "compiled_before": len(compiled.clear())}
         record |= {"cache_tokens": tokens_of(llm), "gpu": gpu(), "torch": torch.__version__}
         phase("first tokens beside the reference's")
@@ -121,6 +108,32 @@ def run(case: Case, work: Path) -> dict[str, Any]:
     if late:
         record["reason"] = f"want no kernel compiled after the engine began, got {len(late)}"
     return record
+
+
+def start(case: Case, work: Path) -> dict[str, Any]:
+    """The engine's start alone."""
+    began, compiled = time.perf_counter(), Compiled()
+    with engine_of_sizes(case, Sizes(case.kind, case.tiny), work):
+        return {"start_s": time.perf_counter() - began, "compiled": len(compiled.clear()), "gpu": gpu()}
+
+
+def engine_of_sizes(case: Case, s: Sizes, work: Path) -> contextlib.AbstractContextManager[Any]:
+    """A case's engine: decode steps in CUDA graphs, a fixed memory for the cache."""
+    options: dict[str, Any] = {
+        "load_format": drawn_weights(), "max_model_len": s.prompt + 256, "max_num_seqs": s.most,
+        "max_num_batched_tokens": 96 if case.tiny else 8192, "enable_prefix_caching": s.has_prefixes,
+        "max_logprobs": s.model["vocab_size"], "kv_cache_memory_bytes": s.memory,
+        "compilation_config": {
+            "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": s.graphs,
+        },
+    }  # fmt: skip
+    if s.has_prefixes:
+        options["block_size"] = BLOCK
+    else:  # the engine chooses a hybrid's block size, as large as a state; the other GDN prefill backend needs nvcc
+        options["gdn_prefill_backend"] = "triton"
+    if case.tiny:  # on a CPU the platform counts in its own unit
+        options |= {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": 64}
+    return engine(config(work / case.kind, **s.model), case, **options)
 
 
 def check(llm: Any, case: Case, s: Sizes, work: Path) -> dict[str, Any]:

@@ -93,6 +93,34 @@ def test_16_bit_latents_of_few_heads_are_multiplied_where_they_lie_and_not_padde
     assert count(loop, "STL", "LDL", "LDSM") == 0
 
 
+@pytest.mark.parametrize(
+    ("format", "heads", "q_dtype", "rank", "rope", "spills"),
+    [
+        ("bf16", 16, BF16, 256, 64, 0), ("bf16", 32, BF16, 384, 64, 16), ("bf16", 128, BF16, 256, 32, 0),
+        ("bf16", 128, BF16, 384, 64, 0), ("bf16", 16, BF16, 128, 48, 0), ("fp8_e4m3", 16, BF16, 256, 32, 0),
+        ("fp8_e4m3", 32, E4M3, 256, 64, 0), ("fp8_e4m3", 128, BF16, 256, 64, 48),
+        ("fp8_e4m3", 128, E4M3, 384, 48, 40),
+    ],
+)  # fmt: skip
+def test_narrower_latents_take_the_same_kernels(format, heads, q_dtype, rank, rope, spills):
+    """Rows of up to rank 256 take half of the shared memory; three_warpgroups has 512 columns."""
+    call = replace_requests(make(format, heads, q_dtype=q_dtype, rank=rank, rope=rope), 512)
+    config = mla_decode.configure(facts(call))
+    c = config.constants
+    three = config.launches.kernel_launches[0].launch.fn.fn.__name__ == "mla_decode_three_warpgroups_kernel"
+    assert c.PACK * c.BLOCK_DV == c.PACK * c.CHUNK * c.CHUNKS == (256 if rank <= 256 and not three else 512)
+    kernels = compiled(call)
+    assert all(k["shared"] <= SHARED for k in kernels.values())
+    assert next(k for name, k in kernels.items() if name != "combine_kernel")["n_spills"] <= since(
+        {(3, 6): spills, (3, 7): spills + 64}
+    )
+
+
+def test_lists_over_narrower_latents_are_refused():
+    call = make(rank=256)._replace(indices=torch.zeros(4, 64, dtype=torch.int32))
+    assert "latents of 512 + 64 with lists, got 256 + 64" in mla_decode.why_not(facts(call))
+
+
 @pytest.mark.parametrize(("heads", "drafts", "rows"), [(16, 1, 16), (5, 3, 16), (17, 1, 32), (8, 4, 32), (33, 1, 64)])
 def test_a_query_of_16_bit_latents_is_padded_to_what_its_kernel_takes(heads, drafts, rows):
     f = facts(make("bf16", heads, drafts=drafts)._replace(page_table=torch.empty(4, 1024, dtype=torch.int32)))
@@ -201,7 +229,13 @@ def test_heads_are_dealt_in_blocks_that_fill_their_rows(heads, drafts, rows, blo
         ({"q_dtype": torch.float32}, "got float32"),
         ({"q_dtype": torch.float16}, "got float16"),
         ({"format": "fp16"}, "fp16"),
-        ({"rank": 256}, "latents of 512"),
+        ({"rank": 264}, "up to 512 + 64, got 264 + 64"),
+        ({"rank": 528}, "up to 512 + 64, got 528 + 64"),
+        ({"rank": 384}, "256 or 512 columns with fp8_e4m3 and up to 32 query rows, got 384"),
+        ({"rank": 128, "heads": 32}, "256 or 512 columns with fp8_e4m3 and up to 32 query rows, got 128"),
+        ({"rope": 72}, "up to 512 + 64, got 512 + 72"),
+        ({"rope": 0}, "up to 512 + 64, got 512 + 0"),
+        ({"format": "fp8_ds_mla", "rank": 256}, "latents of 512 + 64 with fp8_ds_mla, got 256 + 64"),
     ],
 )
 def test_what_it_refuses_it_says(changes, reason):

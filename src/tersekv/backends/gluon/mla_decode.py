@@ -36,7 +36,7 @@ from .sm90.parts.tensor_maps import make_tensor_map
 
 BLOCK_N = 64  # keys
 CHUNK = 64  # packed columns (16 bits) of a latent row in one copy tile, 128 bytes
-RANK, ROPE = 512, 64
+MAX_RANK, MAX_ROPE = 512, 64
 MAX_UNSPLIT_BLOCKS = 4  # n_blocks of a work tile that is never split
 _SMALL_M_ROWS = 32  # with 16-bit latents, up to this many query rows are not padded to 64
 SMALL_PAGES = (16, 32)  # and multiples of BLOCK_N
@@ -70,8 +70,17 @@ def why_not(f: SimpleNamespace) -> str | None:
     fmt = latent_format(f.format)
     if fmt.code not in _TESTED_CODES or fmt.scale == UE8M0 or launch.why_not_format_or_device(f):
         return f"has no {f.format}"
-    if (f.ckv.shape[2], f.kpe.shape[2]) != (RANK, ROPE):
-        return f"wants latents of {RANK} + {ROPE}, got {f.ckv.shape[2]} + {f.kpe.shape[2]}"
+    rank, rope = f.ckv.shape[2], f.kpe.shape[2]
+    if rank > MAX_RANK or rank % 16 or not 0 < rope <= MAX_ROPE or rope % 16:
+        return f"wants latents of multiples of 16, up to {MAX_RANK} + {MAX_ROPE}, got {rank} + {rope}"
+    if (f.indices is not None or f.ckv_scale_cache is not None) and (rank, rope) != (MAX_RANK, MAX_ROPE):
+        what = "lists" if f.indices is not None else f.format  # rows of listed keys are copied whole, by pointer
+        return f"wants latents of {MAX_RANK} + {MAX_ROPE} with {what}, got {rank} + {rope}"
+    if f.ckv.dtype.itemsize == 1 and rank != _padded_rank(f) and not choose_config(f).three_warpgroups:
+        # NVIDIA H100, 2026-11-28, 64 × 8192, 16 heads, 384 + 64: this kernel's output or the portable one's beside it
+        # had NaN, and it is not known which; all other sizes and kernels agreed.
+        ranks = f"{MAX_RANK // 2} or {MAX_RANK}"
+        return f"wants latents of {ranks} columns with {f.format} and up to 32 query rows, got {rank}"
     page, q = f.ckv.shape[1], f.q_nope.dtype
     if f.indices is not None and f.out.shape[0] * f.indices.shape[-1] * f.block_size > MAX_LISTED_KEYS:
         return (
@@ -104,21 +113,21 @@ def choose_config(f: SimpleNamespace) -> MLADecodeConfig:
     49.0, 64 × 4K and 128 × 8K even.
     """
     heads, has_group_scales = f.q_nope.shape[1], f.ckv_scale_cache is not None
-    rows = f.max_q_len * heads
+    rows, stages = f.max_q_len * heads, 2 * MAX_RANK // _padded_rank(f)
     if f.ckv.dtype.itemsize == 2:
         n = choose_num_head_blocks_16bit(f)
         rows //= n
         return MLADecodeConfig(
             block_m=16 if rows <= 16 else 32 if rows <= _SMALL_M_ROWS else 64,
-            num_stages=2,
+            num_stages=stages if rows <= _SMALL_M_ROWS else 2,
             heads_per_block=heads // n if n > 1 else 0,
         )
     if rows <= 16 and f.indices is not None and max_total_blocks(f) >= 8 * launch.num_sms(f):
         return MLADecodeConfig(block_m=16, num_stages=4 if has_group_scales else 5, num_consumers=2)
     if 16 < rows <= 32 and heads % 2 == 0 and max_total_blocks(f) <= 16 * launch.num_sms(f):
-        return MLADecodeConfig(block_m=16, num_stages=2, ctas_per_sm=2, heads_per_block=heads // 2)
+        return MLADecodeConfig(block_m=16, num_stages=stages, ctas_per_sm=2, heads_per_block=heads // 2)
     if rows <= 16 or (rows <= 32 and not has_group_scales):
-        return MLADecodeConfig(block_m=16 if rows <= 16 else 32, num_stages=2, ctas_per_sm=2)
+        return MLADecodeConfig(block_m=16 if rows <= 16 else 32, num_stages=stages, ctas_per_sm=2)
     if rows <= 32:
         return MLADecodeConfig(block_m=32, num_stages=3, num_consumers=2)
     # As many stages as fit: the query takes 36 KB, or 72 as two terms.
@@ -126,6 +135,21 @@ def choose_config(f: SimpleNamespace) -> MLADecodeConfig:
     return MLADecodeConfig(
         block_m=64, num_stages=stages, three_warpgroups=True, heads_per_block=32 if uses_head_blocks_of_32(f) else 0
     )
+
+
+def _padded_rank(f: SimpleNamespace) -> int:
+    """Returns the columns of a latent row in shared memory: those past the rank are out of bounds, and TMA fills them
+    with zeros. `three_warpgroups` has MAX_RANK."""
+    return MAX_RANK if f.ckv.shape[2] > MAX_RANK // 2 else MAX_RANK // 2
+
+
+def _padded_row_constants(padded_rank: int, pack: int, pack_pe: int) -> dict[str, Any]:
+    """Returns constants of a padded row in shared memory, and of rows of partial results. These start at 32-byte
+    sectors: 5 µs less at 1 × 8K, 128 heads."""
+    words = padded_rank // pack
+    return {
+        "BLOCK_DV": words, "CHUNKS": words // CHUNK, "BLOCK_PE": MAX_ROPE // pack_pe, "PARTIAL_COLUMNS": padded_rank + 8
+    }  # fmt: skip
 
 
 def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) -> Config:
@@ -143,14 +167,14 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
         latent_format(f.format),
         TileConfig(BLOCK_N, config.block_m, CHUNK, config.num_stages, 4, None, 1, config.min_blocks, True),
     )
+    padded_rank = MAX_RANK if config.three_warpgroups else _padded_rank(f)
     constants = (
         portable._latent_format_and_operand_constants(f, fmt)
         | portable._shape_tile_and_partial_layout_constants(f, fmt, tile_config, num_head_blocks, True)
         | output_lse_softmax_scale_and_varlen_constants(f)
         | portable._sinks_and_v_scale_constants(f)
     )
-    # Rows of partial results start at 32-byte sectors: 5 µs less at 1 × 8K, 128 heads.
-    constants["PARTIAL_COLUMNS"] = RANK + 8
+    constants |= _padded_row_constants(padded_rank, constants["PACK"], constants["PACK_PE"])
     constants["BLOCK_B"] = max(constants["BLOCK_B"], 128)  # one kernel for all small batches
     if listed_rows:  # pages are no longer looked up
         constants |= {"GATHER_ROWS": True, "PAGE": BLOCK_N}
@@ -162,7 +186,7 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
         num_ctas = num_work_tiles
     cfg = portable.Constants(**constants, UNSPLIT=one_work_tile_per_cta)
     combine_cfg = (
-        replace(cfg, PACK=1, BLOCK_DV=RANK) if config.three_warpgroups else cfg
+        replace(cfg, PACK=1, BLOCK_DV=padded_rank) if config.three_warpgroups else cfg
     )  # three_warpgroups stores columns in order
     kernel, outputs = _select_kernel(is_16_bit, config), output_and_workspace_args(f) | tensor_args(SINKS="sinks")
     arguments = (
@@ -235,12 +259,13 @@ def _tensor_map_and_oob_row_args(
     f: SimpleNamespace, cfg: portable.Constants, cache_matrices: tuple[portable.CacheMatrix, ...]
 ) -> dict[str, Any]:
     """Returns tensor maps of ckv, kpe and stored scales, where present, as arguments of the split pass."""
-    names = zip(("CKV_MAP", "KPE_MAP", "SCALES_MAP"), ("ckv", "kpe", "ckv_scale_cache"), cache_matrices, strict=False)
+    names, words = ("ckv", "kpe", "ckv_scale_cache"), (CHUNK, cfg.BLOCK_PE, cache_matrices[-1].columns)
+    maps = zip(("CKV_MAP", "KPE_MAP", "SCALES_MAP"), names, cache_matrices, words, strict=False)
     found: dict[str, Any] = {
         argument: TensorMapArg(
-            name, partial(_make_tensor_map, cache_matrix=matrix, rows_per_copy=min(cfg.PAGE, BLOCK_N))
+            name, partial(_make_tensor_map, cache_matrix=matrix, rows_per_copy=min(cfg.PAGE, BLOCK_N), words=n)
         )
-        for argument, name, matrix in names
+        for argument, name, matrix, n in maps
     }
     oob_row = max((matrix.rows for matrix in cache_matrices), default=0)
     return {"SCALES_MAP": None} | found | {"oob_row": oob_row, "scale_rows_per_page": _rows_per_page(f.ckv_scale_cache)}
@@ -251,13 +276,16 @@ def _make_combine_launch(
     num_work_tiles: int, num_ctas: int,
 ) -> KernelLaunch:  # fmt: skip
     num_rows = min(config.block_m, f.max_q_len * combine_cfg.GROUP)
-    rows, num_splits, columns, warps = _choose_combine_rows_splits_columns_warps(num_rows, num_work_tiles, num_ctas)
+    padded_rank = combine_cfg.PACK * combine_cfg.BLOCK_DV
+    rows, num_splits, columns, warps = _choose_combine_rows_splits_columns_warps(
+        num_rows, num_work_tiles, num_ctas, padded_rank
+    )
     tensors = tensor_args(CU_SEQLENS_Q="cu_seqlens_q", SINKS="sinks", KV_SCALE="kv_scale_t")
     arguments = output_and_workspace_args(f) | tensors | {
         "kv_scale": f.kv_scale, "num_ctas": num_ctas, "max_m_blocks": max_m_blocks,
         "COMBINE_ROWS": rows, "SPLITS_PER_STEP": num_splits, "COMBINE_COLUMNS": columns, "cfg": combine_cfg,
     }  # fmt: skip
-    grid = (num_work_tiles, -(-num_rows // rows), RANK // columns)
+    grid = (num_work_tiles, -(-num_rows // rows), padded_rank // columns)
     return KernelLaunch(combine_kernel, grid, arguments, num_warps=warps, launch_pdl=True)
 
 
@@ -330,7 +358,7 @@ def assigns_whole_work_tiles_to_ctas(f: SimpleNamespace, num_work_tiles: int, nu
 
 
 def _choose_combine_rows_splits_columns_warps(
-    rows_per_tile: int, num_work_tiles: int, num_ctas: int
+    rows_per_tile: int, num_work_tiles: int, num_ctas: int, padded_rank: int
 ) -> tuple[int, int, int, int]:
     """Returns (rows, splits read at once, columns, warps) of a CTA of the combine kernel.
 
@@ -339,10 +367,10 @@ def _choose_combine_rows_splits_columns_warps(
     CTAs of one warp: fp8_e4m3, 16 heads, 16 × 8K 32.6 → 31.0 µs, 8 × 8K 21.0 → 20.2, 4 × 8K 15.9 → 15.0.
     """
     if num_work_tiles * rows_per_tile > 1024:
-        return 4, 2, RANK, 4
+        return 4, 2, padded_rank, 4
     num_splits = num_ctas // max(num_work_tiles, 1)  # of a work tile, if lengths are equal
     if num_splits <= 4 or (num_splits <= 12 and num_work_tiles * rows_per_tile > 512):
-        return 1, 8, RANK, 4
+        return 1, 8, padded_rank, 4
     if num_splits <= 16:
         return 1, 8 if num_splits <= 8 else 16, 128, 1
     return (1, 32, 64, 1) if num_splits < 96 else (1, 128, 32, 4)
@@ -381,12 +409,13 @@ def bind(config: Config, at: dict[str, int]) -> BoundLaunches | None:
     return config.launches.bind(at)
 
 
-def _make_tensor_map(tensor: torch.Tensor, cache_matrix: portable.CacheMatrix, rows_per_copy: int) -> Any:
-    """Returns a tensor map with copy tiles of `rows_per_copy` slots by 128 bytes, or by the whole row if shorter."""
+def _make_tensor_map(tensor: torch.Tensor, cache_matrix: portable.CacheMatrix, rows_per_copy: int, words: int) -> Any:
+    """Returns a tensor map with copy tiles of `rows_per_copy` slots by `words` of 16 bits, which may pass a row's
+    end."""
     from triton.experimental.gluon import language as gl
 
     size = tensor.element_size()
-    columns = min(CHUNK, cache_matrix.columns) * 2 // size
+    columns = words * 2 // size
     gluon_dtypes = {torch.float8_e4m3fn: gl.float8e4nv, torch.float16: gl.float16, torch.float32: gl.float32}
     layout = gl.NVMMASharedLayout.get_default_for([rows_per_copy, columns], gluon_dtypes.get(tensor.dtype, gl.bfloat16))
     shape, strides = [cache_matrix.rows, cache_matrix.columns * 2 // size], [cache_matrix.pitch * 2 // size, 1]

@@ -71,7 +71,10 @@ def combine_kernel(
         )
         columns = cfg.PACK * (o_d % cfg.BLOCK_DV) + o_d // cfg.BLOCK_DV
         p_out = OUT + (tokens * stride_out_t + heads * stride_out_h)[:, None] + columns[None, :]
-        tl.store(p_out, cast_output(acc_o * acc_scale[:, None], OUT, cfg), mask=m_row[:, None])
+        m_out = m_row[:, None]
+        if cfg.DV < cfg.PACK * cfg.BLOCK_DV:
+            m_out = m_out & (columns < cfg.DV)[None, :]
+        tl.store(p_out, cast_output(acc_o * acc_scale[:, None], OUT, cfg), mask=m_out)
         if cfg.HAS_LSE:
             tl.store(LSE + tokens * stride_lse_t + heads * stride_lse_h, lse, mask=m_row & (i_column_block == 0))
 

@@ -156,11 +156,34 @@ def make_uniform_through_smem(smem_scratch, i: gl.constexpr, x):
 # Query, dequant and V.
 
 
+@gluon.constexpr_function
+def padded_rank(cfg):
+    """Columns of a latent row in shared memory: past the rank TMA reads zeros."""
+    return cfg.PACK * cfg.BLOCK_DV
+
+
+@gluon.constexpr_function
+def rope_columns(cfg):
+    """Columns of a key's rotary part."""
+    return cfg.PACK_PE * cfg.PACKED_PE
+
+
 @gluon.jit
-def load_query_chunk(p_row, m_row, FIRST_COLUMN: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Loads columns FIRST_COLUMN … of the query rows: [rows, COLUMNS]."""
+def mask_of_output_columns(m_row, o_d, cfg: gl.constexpr):
+    """Returns m_row, of rows or a tile of them, without columns o_d past the rank."""
+    return m_row & (o_d < cfg.DV) if padded_rank(cfg) > cfg.DV else m_row
+
+
+@gluon.jit
+def load_query_chunk(
+    p_row, m_row, FIRST_COLUMN: gl.constexpr, COLUMNS: gl.constexpr, ROW_COLUMNS: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Loads columns FIRST_COLUMN … of the query rows: [rows, COLUMNS]; 0 past a row's ROW_COLUMNS."""
     o_d = FIRST_COLUMN + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    return gl.load(p_row[:, None] + o_d[None, :], mask=m_row[:, None], other=0.0)
+    mask = m_row[:, None]
+    if FIRST_COLUMN + COLUMNS > ROW_COLUMNS:
+        mask = mask & (o_d < ROW_COLUMNS)[None, :]
+    return gl.load(p_row[:, None] + o_d[None, :], mask=mask, other=0.0)
 
 
 @gluon.jit

@@ -112,9 +112,9 @@ def tma_producer_with_scale_prep(
     KEYS_PER_COPY: gl.constexpr = CKV_MAP.block_shape[0]
     NUM_COPIES: gl.constexpr = cfg.BLOCK_N // KEYS_PER_COPY
     WIDTH: gl.constexpr = CKV_MAP.block_shape[1]
-    COLUMN_TILES: gl.constexpr = cfg.DV // WIDTH
+    COLUMN_TILES: gl.constexpr = cfg.CHUNKS
     PE_BYTES: gl.constexpr = KPE_MAP.block_shape[1] * KPE_MAP.dtype.primitive_bitwidth // 8
-    LATENT_BYTES: gl.constexpr = cfg.DV * CKV_MAP.dtype.primitive_bitwidth // 8
+    LATENT_BYTES: gl.constexpr = 2 * cfg.BLOCK_DV
     STAGE_BYTES: gl.constexpr = cfg.BLOCK_N * (LATENT_BYTES + PE_BYTES + (4 * cfg.CHUNKS if cfg.GROUP_SCALES else 0))
     kv_iter = 0
     request = load_request_lengths_and_block_counts(
@@ -175,6 +175,7 @@ def listed_rows_producer_with_scale_prep(
     NUM_FULL_BARRIERS: gl.constexpr = full.shape[0]
     CKV_COLUMNS: gl.constexpr = smem_kv.latents.shape[2]
     CKV_BITS: gl.constexpr = smem_kv.latents.dtype.primitive_bitwidth
+    COLUMN_TILES: gl.constexpr = cfg.CHUNKS
     PE_COLUMNS: gl.constexpr = smem_kv.pe.shape[2]
     PE_BITS: gl.constexpr = smem_kv.pe.dtype.primitive_bitwidth
     ROWS_ALIKE: gl.constexpr = CKV_COLUMNS * CKV_BITS == PE_COLUMNS * PE_BITS
@@ -230,7 +231,7 @@ def listed_rows_producer_with_scale_prep(
                 start_copy_of_gathered_rows(
                     cache_rows.SCALES, cache_rows.scale_row_pitch_16_bytes, scale_rows, 0, smem_kv.scales.index(stage)
                 )
-            for i in gl.static_range(cfg.DV // CKV_COLUMNS):
+            for i in gl.static_range(COLUMN_TILES):
                 smem_tile = smem_tile_of_columns(smem_kv.latents, stage, i, STAGES)
                 start_copy_of_gathered_rows(
                     cache_rows.CKV, cache_rows.ckv_row_pitch_16_bytes, rows, i * CKV_COLUMNS, smem_tile

@@ -50,7 +50,9 @@ from .params import (
     load_query_chunk,
     load_score_and_value_scales,
     make_cta_range_of_flat_n_blocks,
+    mask_of_output_columns,
     partial_row_ptr,
+    rope_columns,
     store_num_splits_and_first_cta,
     store_partial_stats,
     view_8bit_tile_as_pairs,
@@ -70,7 +72,6 @@ WARP_ANY_PTX = gl.constexpr(
 RESCALE_THRESHOLD_FP16, RESCALE_THRESHOLD_BF16 = gl.constexpr(8.0), gl.constexpr(16.0)
 MIN_SCALE = gl.constexpr(1e-30)  # of a key's chunks: its reciprocal is finite
 TILE_COLUMNS = gl.constexpr(64)  # columns of a copy tile of 16-bit latents
-NUM_COLUMN_TILES = gl.constexpr(8)  # of a 16-bit latent
 
 
 class PipelineBarriers(NamedTuple):
@@ -127,9 +128,9 @@ def store_query_columns_e4m3_and_return_q_scale(
     p_q_nope = tensors.Q_NOPE + tokens * strides.q_nope_t + heads * strides.q_nope_h
     p_q_pe = tensors.Q_PE + tokens * strides.q_pe_t + heads * strides.q_pe_h
     # All loads are in flight before the first is used.
-    q_pe_rows, chunks = load_query_chunk(p_q_pe, m_row, 0, WIDTH_PE, L), ()
+    q_pe_rows, chunks = load_query_chunk(p_q_pe, m_row, 0, WIDTH_PE, rope_columns(cfg), L), ()
     for i in gl.static_range(CHUNKS):
-        chunks = chunks + (load_query_chunk(p_q_nope, m_row, i * WIDTH, WIDTH, L),)
+        chunks = chunks + (load_query_chunk(p_q_nope, m_row, i * WIDTH, WIDTH, cfg.DV, L),)
     inv_scale = gl.full([cfg.BLOCK_M], 1.0, gl.float32, gl.SliceLayout(1, L))
     q_scale = inv_scale
     if Q_TERMS == 2:
@@ -159,14 +160,15 @@ def cast_query_to_smem_16bit(tensors, smem_q, work_tile, h, strides, cfg: gl.con
     tokens, heads, m_row = token_head_and_mask_of_q_rows(
         work_tile.m_block, h, work_tile.q_begin, work_tile.seqlen_q, gl.SliceLayout(1, L), cfg
     )
-    o_d = gl.arange(0, TILE_COLUMNS, gl.SliceLayout(0, L))
-    p_q_nope = (tensors.Q_NOPE + tokens * strides.q_nope_t + heads * strides.q_nope_h)[:, None] + o_d[None, :]
-    p_q_pe = (tensors.Q_PE + tokens * strides.q_pe_t + heads * strides.q_pe_h)[:, None] + o_d[None, :]
+    p_q_nope = tensors.Q_NOPE + tokens * strides.q_nope_t + heads * strides.q_nope_h
+    p_q_pe = tensors.Q_PE + tokens * strides.q_pe_t + heads * strides.q_pe_h
+    CHUNKS: gl.constexpr = cfg.CHUNKS
     column_tiles = ()  # all loads are in flight before the first is used
-    for i in gl.static_range(NUM_COLUMN_TILES):
-        column_tiles = column_tiles + (gl.load(p_q_nope + i * TILE_COLUMNS, mask=m_row[:, None], other=0.0),)
-    column_tiles = column_tiles + (gl.load(p_q_pe, mask=m_row[:, None], other=0.0),)
-    for i in gl.static_range(NUM_COLUMN_TILES + 1):
+    for i in gl.static_range(CHUNKS):
+        tile = load_query_chunk(p_q_nope, m_row, i * TILE_COLUMNS, TILE_COLUMNS, cfg.DV, L)
+        column_tiles = column_tiles + (tile,)
+    column_tiles = column_tiles + (load_query_chunk(p_q_pe, m_row, 0, TILE_COLUMNS, rope_columns(cfg), L),)
+    for i in gl.static_range(CHUNKS + 1):
         smem_q.index(i).store(column_tiles[i].to(gl.float32).to(smem_q.dtype))
     fence_async_shared()
 
@@ -288,12 +290,13 @@ def compute_scores_with_group_scales(smem_kv, stage, q, opaque_zero, scales, Q_T
 def compute_scores_bf16(q, smem_kv, stage, opaque_zero, SCORE_LAYOUT: gl.constexpr, cfg: gl.constexpr):
     """Returns QK of a tile: fp32 [BLOCK_N, BLOCK_M]."""
     ckv, k_pe = smem_kv.latents, smem_kv.pe
+    CHUNKS: gl.constexpr = cfg.CHUNKS
     NUM_PARTIAL_SCORES: gl.constexpr = 3 if cfg.BLOCK_M <= 16 else 2  # so that MMAs wait less for each other
     zero = gl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, gl.float32, SCORE_LAYOUT)
-    q_pe = q.index(opaque_zero + NUM_COLUMN_TILES).permute((1, 0))
+    q_pe = q.index(opaque_zero + CHUNKS).permute((1, 0))
     partial_scores = (warpgroup_mma(k_pe.index(stage), q_pe, zero, use_acc=False, is_async=True),)
-    for i in gl.static_range(NUM_COLUMN_TILES):
-        k, q_i = ckv.index(stage * NUM_COLUMN_TILES + i), q.index(opaque_zero + i).permute((1, 0))
+    for i in gl.static_range(CHUNKS):
+        k, q_i = ckv.index(stage * CHUNKS + i), q.index(opaque_zero + i).permute((1, 0))
         if i < NUM_PARTIAL_SCORES - 1:
             partial_scores = partial_scores + (warpgroup_mma(k, q_i, zero, use_acc=False, is_async=True),)
         else:
@@ -374,7 +377,6 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, first_kv_it
     RESCALE_THRESHOLD: gl.constexpr = RESCALE_THRESHOLD_FP16 if IS_FP8 else RESCALE_THRESHOLD_BF16
     Q_TERMS: gl.constexpr = q.latents.shape[1] // cfg.BLOCK_M
     CHUNKS: gl.constexpr = cfg.CHUNKS
-    NUM_V_TILES: gl.constexpr = CHUNKS if IS_FP8 else NUM_COLUMN_TILES
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORE_LAYOUT)
     n_block_begin, n_block_end, num_keys, seqlen_q, row_begin = (
         work_tile.n_block_begin, work_tile.n_block_end, work_tile.num_keys, work_tile.seqlen_q,
@@ -388,7 +390,7 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, first_kv_it
     row_sum = fold_row_sums(gl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, gl.float32, SCORE_LAYOUT))
     LANE_COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, row_sum.type.layout))
     acc_o = ()
-    for _ in gl.static_range(2 * CHUNKS if IS_FP8 else NUM_COLUMN_TILES):
+    for _ in gl.static_range(2 * CHUNKS if IS_FP8 else CHUNKS):
         acc_o = acc_o + (gl.full([cfg.CHUNK if IS_FP8 else TILE_COLUMNS, cfg.BLOCK_M], 0.0, gl.float32, SCORE_LAYOUT),)
     o_key = gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(1, SCORE_LAYOUT))
     q_position = num_keys - seqlen_q + (row_begin + gl.arange(0, cfg.BLOCK_M, COLUMN)) // cfg.GROUP
@@ -401,7 +403,7 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, first_kv_it
         if not cfg.GATHER_ROWS and (n_block + 1) * cfg.BLOCK_N > num_keys:
             # Zero rows past the tile's last key: 0 × NaN is NaN.
             num_valid = num_keys - n_block * cfg.BLOCK_N
-            zero_oob_rows_in_smem(smem_kv.latents, stage * NUM_V_TILES, NUM_V_TILES, num_valid)
+            zero_oob_rows_in_smem(smem_kv.latents, stage * CHUNKS, CHUNKS, num_valid)
             if not IS_FP8:
                 fence_async_shared()
             thread_barrier()  # else the compiler puts one after the branch
@@ -460,8 +462,8 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, first_kv_it
             )
         else:
             p_tile, acc_new = smem_p.index(opaque_zero), ()
-            for i in gl.static_range(NUM_COLUMN_TILES):
-                v_i = smem_kv.latents.index(stage * NUM_COLUMN_TILES + i).permute((1, 0))
+            for i in gl.static_range(CHUNKS):
+                v_i = smem_kv.latents.index(stage * CHUNKS + i).permute((1, 0))
                 acc_new = acc_new + (warpgroup_mma(v_i, p_tile, acc_o[i], is_async=True),)
             acc_o = warpgroup_mma_wait(0, acc_new)
         mbarrier.arrive(empty.index(stage))
@@ -591,7 +593,7 @@ def consumer(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides
                 gl.store(
                     p_out + o_out[:, None],
                     cast_output_saturating_fp8(state.acc_o[i] * acc_scale[None, :], tensors.OUT, cfg),
-                    mask=m_row[None, :],
+                    mask=mask_of_output_columns(m_row[None, :], o_out[:, None], cfg),
                 )
             if cfg.HAS_LSE and I_CONSUMER == 0:
                 gl.store(tensors.LSE + tokens * strides.lse_t + heads * strides.lse_h, lse, mask=m_row)
@@ -656,10 +658,10 @@ def allocate_q_kv_and_consumer_buffers_fp8(
 def allocate_q_kv_and_consumer_buffers_bf16(CKV_MAP, KPE_MAP, STAGES: gl.constexpr, cfg: gl.constexpr):
     """Returns (QuerySmem, SmemKV, ConsumerBuffers) for 16-bit latents; the query's last tile is its rotary part."""
     DTYPE: gl.constexpr = CKV_MAP.dtype
-    ckv = gl.allocate_shared_memory(DTYPE, [STAGES * NUM_COLUMN_TILES, cfg.BLOCK_N, TILE_COLUMNS], CKV_MAP.layout)
+    ckv = gl.allocate_shared_memory(DTYPE, [STAGES * cfg.CHUNKS, cfg.BLOCK_N, TILE_COLUMNS], CKV_MAP.layout)
     k_pe = gl.allocate_shared_memory(DTYPE, [STAGES, cfg.BLOCK_N, TILE_COLUMNS], KPE_MAP.layout)
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_M, TILE_COLUMNS], DTYPE)
-    q = gl.allocate_shared_memory(DTYPE, [NUM_COLUMN_TILES + 1, cfg.BLOCK_M, TILE_COLUMNS], Q_LAYOUT)
+    q = gl.allocate_shared_memory(DTYPE, [cfg.CHUNKS + 1, cfg.BLOCK_M, TILE_COLUMNS], Q_LAYOUT)
     P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, cfg.BLOCK_M], DTYPE)
     smem_p = gl.allocate_shared_memory(DTYPE, [1, cfg.BLOCK_N, cfg.BLOCK_M], P_LAYOUT)
     vote_flags = gl.allocate_shared_memory(gl.int8, [1, 32, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))

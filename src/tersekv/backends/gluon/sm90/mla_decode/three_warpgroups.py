@@ -44,7 +44,9 @@ from .params import (
     load_score_and_value_scales,
     make_cta_range_of_flat_n_blocks,
     make_uniform_through_smem,
+    mask_of_output_columns,
     partial_row_ptr,
+    rope_columns,
     store_num_splits_and_first_cta,
     store_partial_stats,
     zero_oob_rows_in_smem,
@@ -170,8 +172,8 @@ def load_query_row_chunks(tensors, q_block, strides, first_row, NUM_ROWS: gl.con
     p_q_pe = tensors.Q_PE + tokens * strides.q_pe_t + heads * strides.q_pe_h
     chunks = ()
     for i in gl.static_range(CHUNKS):
-        chunks = chunks + (load_query_chunk(p_q_nope, m_row, i * WIDTH, WIDTH, L),)
-    return chunks + (load_query_chunk(p_q_pe, m_row, 0, ROPE_COLUMNS, L),)
+        chunks = chunks + (load_query_chunk(p_q_nope, m_row, i * WIDTH, WIDTH, cfg.DV, L),)
+    return chunks + (load_query_chunk(p_q_pe, m_row, 0, ROPE_COLUMNS, rope_columns(cfg), L),)
 
 
 @gluon.jit
@@ -714,7 +716,8 @@ def store_output_or_unnormalized_partial_half(
             if is_unsplit:
                 x *= gl.max(acc_scales.index(step).load(W), 1)[:, None]
                 p_out = (OUT + tokens * strides.out_t + heads * strides.out_h)[:, None] + o_d[None, :]
-                gl.store(p_out, cast_output_saturating_fp8(x, OUT, cfg), mask=m_row[:, None])
+                mask = mask_of_output_columns(m_row[:, None], o_d[None, :], cfg)
+                gl.store(p_out, cast_output_saturating_fp8(x, OUT, cfg), mask=mask)
             else:
                 p_row = partial_row_ptr(SPLIT_WORKSPACE, partial_slot, o_r, cfg)
                 gl.store(p_row[:, None] + o_d[None, :], x, mask=m_row[:, None])

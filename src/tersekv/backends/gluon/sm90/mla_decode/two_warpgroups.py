@@ -53,18 +53,21 @@ from .params import (
     Strides,
     TensorMaps,
     fits_all_requests,
+    load_query_chunk,
     load_score_and_value_scales,
     make_cta_range_of_flat_n_blocks,
     make_uniform_through_smem,
+    mask_of_output_columns,
+    padded_rank,
     partial_row_ptr,
+    rope_columns,
     store_num_splits_and_first_cta,
     store_partial_stats,
 )
 from .producer import lookup_ckv_kpe_and_scale_tma_rows
 
 BLOCK_N = gl.constexpr(64)
-COLUMN_GROUPS = gl.constexpr(4)  # of a tile
-GROUP_COLUMNS = gl.constexpr(128)  # of a group
+COLUMN_GROUPS = gl.constexpr(4)  # of a tile, of GROUP_COLUMNS: 128, or 64 up to rank 256
 GROUPS_PER_WARPGROUP = gl.constexpr(2)  # groups of acc_o that a warpgroup holds: left the first, right the last
 TILE_COLUMNS = gl.constexpr(64)  # columns of a copy tile
 ROWS_PER_STORE = gl.constexpr(16)  # output rows stored at once
@@ -105,6 +108,7 @@ def acquire_and_copy_kv_tile(
     ckv, k_pe = smem_kv.latents, smem_kv.pe
     KEYS_PER_COPY: gl.constexpr = CKV_MAP.block_shape[0]
     NUM_COPIES: gl.constexpr = BLOCK_N // KEYS_PER_COPY
+    GROUP_COLUMNS: gl.constexpr = ckv.shape[2]
     TILES_PER_GROUP: gl.constexpr = GROUP_COLUMNS // TILE_COLUMNS
     opaque_zero = iter_of_stage >> 30  # 0, hidden from the compiler, which would unroll
     for j in range(COLUMN_GROUPS + opaque_zero):
@@ -137,6 +141,7 @@ def acquire_and_gather_kv_tile(
     """As `acquire_and_copy_kv_tile`, by rows of the cache."""
     full, empty = mbarriers.full, mbarriers.empty
     ckv, k_pe = smem_kv.latents, smem_kv.pe
+    GROUP_COLUMNS: gl.constexpr = ckv.shape[2]
     TILES_PER_GROUP: gl.constexpr = GROUP_COLUMNS // TILE_COLUMNS
     opaque_zero = iter_of_stage >> 30  # 0, hidden from the compiler, which would unroll
     for j in range(COLUMN_GROUPS + opaque_zero):
@@ -224,16 +229,15 @@ def copy_query_columns_to_smem(
     tokens, heads, m_row = token_head_and_mask_of_q_rows(
         work_tile.m_block, h, work_tile.q_begin, work_tile.seqlen_q, gl.SliceLayout(1, L), cfg
     )
-    o_d = gl.arange(0, TILE_COLUMNS, gl.SliceLayout(0, L))
-    p_q_nope = (tensors.Q_NOPE + tokens * strides.q_nope_t + heads * strides.q_nope_h)[:, None] + (
-        I_CONSUMER * COLUMN_TILES * TILE_COLUMNS + o_d
-    )[None, :]
+    p_q_nope = tensors.Q_NOPE + tokens * strides.q_nope_t + heads * strides.q_nope_h
+    FIRST_COLUMN: gl.constexpr = I_CONSUMER * COLUMN_TILES * TILE_COLUMNS
     column_tiles = ()  # all loads are in flight before the first is used
     for i in gl.static_range(COLUMN_TILES):
-        column_tiles = column_tiles + (gl.load(p_q_nope + i * TILE_COLUMNS, mask=m_row[:, None], other=0.0),)
+        tile = load_query_chunk(p_q_nope, m_row, FIRST_COLUMN + i * TILE_COLUMNS, TILE_COLUMNS, cfg.DV, L)
+        column_tiles = column_tiles + (tile,)
     if I_CONSUMER == 1:
-        p_q_pe = (tensors.Q_PE + tokens * strides.q_pe_t + heads * strides.q_pe_h)[:, None] + o_d[None, :]
-        q_pe_tile = gl.load(p_q_pe, mask=m_row[:, None], other=0.0)
+        p_q_pe = tensors.Q_PE + tokens * strides.q_pe_t + heads * strides.q_pe_h
+        q_pe_tile = load_query_chunk(p_q_pe, m_row, 0, TILE_COLUMNS, rope_columns(cfg), L)
         q_pe.index(0).store((q_pe_tile.to(gl.float32) * score_scale_sign).to(q_pe.dtype))
     for i in gl.static_range(COLUMN_TILES):
         q_half.slice(i * cfg.BLOCK_M, cfg.BLOCK_M).store(
@@ -254,6 +258,7 @@ def wait_zero_oob_rows_and_start_qk(
     q_nope, q_pe = q
     ckv, k_pe = smem_kv.latents, smem_kv.pe
     ROWS: gl.constexpr = q_pe.shape[1]
+    GROUP_COLUMNS: gl.constexpr = ckv.shape[2]
     TILES_PER_GROUP: gl.constexpr = GROUP_COLUMNS // TILE_COLUMNS
     if not cfg.GATHER_ROWS and (n_block + 1) * BLOCK_N > zero_keys_from:
         # Zero rows past the tile's last key: 0 × NaN is NaN.
@@ -265,7 +270,7 @@ def wait_zero_oob_rows_and_start_qk(
         for i in range(COLUMN_GROUPS + (num_valid >> 30)):
             smem_tile = ckv.index(stage * COLUMN_GROUPS + i)
             x = smem_tile.load(L)
-            smem_tile.store(gl.where(is_valid[:, None], x, gl.full([BLOCK_N, GROUP_COLUMNS], 0.0, x.dtype, L)))
+            smem_tile.store(gl.where(is_valid[:, None], x, gl.full(x.shape, 0.0, x.dtype, L)))
         fence_async_shared()
     # Latents, group by group.
     s = warpgroup_mma_init(gl.full([ROWS, BLOCK_N], 0.0, gl.float32, SCORE_LAYOUT))
@@ -322,9 +327,8 @@ def masked_p_and_lazy_row_max(s, row_max, score_scale, n_block, work_tile, cfg: 
 
 # Rescale and PV.
 
-RESCALE_PTX, RESCALE_CONSTRAINTS = map(
-    gl.constexpr, rescale_unless_all_ones_ptx_and_constraints(GROUPS_PER_WARPGROUP.value * GROUP_COLUMNS.value // 2)
-)
+RESCALE_64_PTX, RESCALE_64_CONSTRAINTS = map(gl.constexpr, rescale_unless_all_ones_ptx_and_constraints(64))
+RESCALE_128_PTX, RESCALE_128_CONSTRAINTS = map(gl.constexpr, rescale_unless_all_ones_ptx_and_constraints(128))
 
 
 @gluon.jit
@@ -332,17 +336,17 @@ def rescale_acc(acc_o, rescale):
     """Returns acc_o × rescale of each row, which is mostly 1."""
     O: gl.constexpr = acc_o.type.layout
     f, acc_o = gl.broadcast(gl.convert_layout(rescale, gl.SliceLayout(1, O))[:, None], acc_o)
-    return gl.inline_asm_elementwise(
-        RESCALE_PTX, RESCALE_CONSTRAINTS, [acc_o, f], gl.float32, is_pure=True,
-        pack=GROUPS_PER_WARPGROUP * GROUP_COLUMNS // 2,
-    )  # fmt: skip
+    ELEMENTS: gl.constexpr = acc_o.shape[1] // 2  # of a thread: 64 rows, 128 threads
+    PTX: gl.constexpr = RESCALE_128_PTX if ELEMENTS == 128 else RESCALE_64_PTX
+    CONSTRAINTS: gl.constexpr = RESCALE_128_CONSTRAINTS if ELEMENTS == 128 else RESCALE_64_CONSTRAINTS
+    return gl.inline_asm_elementwise(PTX, CONSTRAINTS, [acc_o, f], gl.float32, is_pure=True, pack=ELEMENTS)
 
 
 @gluon.jit
 def start_pv(p, ckv, stage: gl.constexpr, FIRST_COLUMN_GROUP: gl.constexpr, acc_o):
     """Starts acc_o += PV of a tile for GROUPS_PER_WARPGROUP groups of columns, in one MMA: P is read once."""
     v_halves = reinterpret(
-        ckv, ckv.dtype, [2 * COLUMN_GROUPS // GROUPS_PER_WARPGROUP, BLOCK_N, GROUPS_PER_WARPGROUP * GROUP_COLUMNS],
+        ckv, ckv.dtype, [2 * COLUMN_GROUPS // GROUPS_PER_WARPGROUP, BLOCK_N, GROUPS_PER_WARPGROUP * ckv.shape[2]],
         ckv.layout,
     )  # fmt: skip
     return warpgroup_mma(
@@ -385,7 +389,7 @@ def wait_p_rescale_and_start_pv_of_even_tile(
 def init_row_max_row_sum_and_acc(SCORE_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr, cfg: gl.constexpr):
     """Returns (row_max, row_sum, acc_o) before the first tile."""
     ROW: gl.constexpr = gl.SliceLayout(1, SCORE_LAYOUT)
-    acc_o = gl.full([cfg.BLOCK_M, GROUPS_PER_WARPGROUP * GROUP_COLUMNS], 0.0, gl.float32, ACC_LAYOUT)
+    acc_o = gl.full([cfg.BLOCK_M, padded_rank(cfg) // 2], 0.0, gl.float32, ACC_LAYOUT)
     return gl.full([cfg.BLOCK_M], float("-inf"), gl.float32, ROW), gl.full([cfg.BLOCK_M], 0.0, gl.float32, ROW), acc_o
 
 
@@ -510,7 +514,7 @@ def store_output_lse_or_unnormalized_state(
         tensors.OUT, tensors.SPLIT_WORKSPACE, work_tile.q_begin, work_tile.seqlen_q,
     )  # fmt: skip
     NUM_PARTS: gl.constexpr = 2  # each of as many bytes as half of the query
-    COLUMNS: gl.constexpr = cfg.DV // 2 // NUM_PARTS
+    COLUMNS: gl.constexpr = padded_rank(cfg) // 2 // NUM_PARTS
     acc_parts = gl.split(gl.permute(gl.reshape(state.acc_o, [cfg.BLOCK_M, NUM_PARTS, COLUMNS]), (0, 2, 1)))
     acc_scale = gl.convert_layout(gl.where(is_unsplit, acc_scale, 1.0), gl.SliceLayout(1, acc_parts[0].type.layout))
     W: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
@@ -532,7 +536,8 @@ def store_output_lse_or_unnormalized_state(
                 tokens = (q_begin + o_q // cfg.GROUP).to(gl.int64)
                 heads = (h * cfg.GROUP + o_q % cfg.GROUP).to(gl.int64)
                 p_out = (OUT + tokens * strides.out_t + heads * strides.out_h)[:, None] + o_d[None, :]
-                gl.store(p_out, cast_output_saturating_fp8(out, OUT, cfg), mask=mask)
+                mask_out = mask_of_output_columns(mask, o_d[None, :], cfg)
+                gl.store(p_out, cast_output_saturating_fp8(out, OUT, cfg), mask=mask_out)
             else:
                 p_row = partial_row_ptr(SPLIT_WORKSPACE, partial_slot, o_r, cfg)
                 gl.store(p_row[:, None] + o_d[None, :], out, mask=mask)
@@ -562,7 +567,7 @@ def consumer(
     )  # fmt: skip
     I_CONSUMER: gl.constexpr = 0 if LEFT else 1
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GROUPS_PER_WARPGROUP * GROUP_COLUMNS, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, padded_rank(cfg) // 2, 16])
     h = i_cta % cfg.HEADS
     tile_counts, num_done = TileCounts(0, 0), 0
     # The query takes the score scale's sign: the maximum of the scaled scores is that of the products.
@@ -650,11 +655,10 @@ def mla_decode_two_warpgroups_kernel(
     DTYPE: gl.constexpr = CKV_MAP.dtype
     SWIZZLE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     FLAT_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    GROUP_COLUMNS: gl.constexpr = padded_rank(cfg) // COLUMN_GROUPS
     ckv = gl.allocate_shared_memory(DTYPE, [2 * COLUMN_GROUPS, BLOCK_N, GROUP_COLUMNS], SWIZZLE_LAYOUT)
     k_pe = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, cfg.BLOCK_PE], SWIZZLE_LAYOUT)
-    q_nope = gl.allocate_shared_memory(
-        DTYPE, [2, cfg.DV // TILE_COLUMNS // 2 * cfg.BLOCK_M, TILE_COLUMNS], SWIZZLE_LAYOUT
-    )
+    q_nope = gl.allocate_shared_memory(DTYPE, [2, cfg.CHUNKS // 2 * cfg.BLOCK_M, TILE_COLUMNS], SWIZZLE_LAYOUT)
     q_pe = gl.allocate_shared_memory(DTYPE, [1, cfg.BLOCK_M, cfg.BLOCK_PE], SWIZZLE_LAYOUT)
     smem_row_max_and_sum = gl.allocate_shared_memory(gl.float32, [4, cfg.BLOCK_M], FLAT_LAYOUT)
     mbarriers = Mbarriers(
