@@ -33,6 +33,14 @@ def test_many_tokens_few_heads_and_wide_weights_are_merged_and_projected_apart(t
     assert names == ["rope_store_project_kernel", SPLIT if heads > 16 else FEW, "combine_kernel", "project_kernel"]
 
 
+@pytest.mark.parametrize("rank", [256, 384])
+def test_narrower_latents_are_merged_and_projected_apart(rank):
+    found = launches(mla_decode_branch, call_of(8, heads=128, rank=rank), 90)
+    assert list(found) == ["rope_store_project_kernel", SPLIT, "combine_kernel", "project_kernel"]
+    for fn, _, args, options in found.values():
+        assert compile_launch(fn, args, options, 90)["shared"] <= 227 << 10
+
+
 def test_what_is_not_cut_needs_no_merge():
     names = list(launches(mla_decode_branch, call_of(2, heads=128, pages=4), 90))
     assert names == ["rope_store_project_kernel", SPLIT, "project_kernel"]

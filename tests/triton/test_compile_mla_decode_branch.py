@@ -14,9 +14,9 @@ from tersekv.dispatch import plan
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
-def call_of(tokens=1, heads=16, fp8=True, format="bf16", ragged=True, pages=65) -> MLADecodeBranchCall:
+def call_of(tokens=1, heads=16, fp8=True, format="bf16", ragged=True, pages=65, rank=512) -> MLADecodeBranchCall:
     """One new token for each request; tensors are never read."""
-    c = PagedLatentCache.allocate(1, 4, 64, format=format)[0]
+    c = PagedLatentCache.allocate(1, 4, 64, format=format, kv_lora_rank=rank)[0]
 
     def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
@@ -27,9 +27,9 @@ def call_of(tokens=1, heads=16, fp8=True, format="bf16", ragged=True, pages=65) 
 
     i32 = torch.int32
     return MLADecodeBranchCall(
-        empty(tokens, heads, 192), empty(tokens, 512), empty(tokens, 64), c.ckv, c.kpe, c.ckv_scale_cache,
+        empty(tokens, heads, 192), empty(tokens, rank), empty(tokens, 64), c.ckv, c.kpe, c.ckv_scale_cache,
         empty(tokens, pages, dtype=i32), empty(tokens, dtype=i32), empty(tokens + 1, dtype=i32) if ragged else None,
-        empty(8192, 64, dtype=torch.float32), empty(512), *weight(512, 128), *weight(128, 512),
+        empty(8192, 64, dtype=torch.float32), empty(rank), *weight(rank, 128), *weight(128, rank),
         empty(tokens, heads, 128), format, 1, 192**-0.5, None, 1e-6, 1.0, None,
     )  # fmt: skip
 

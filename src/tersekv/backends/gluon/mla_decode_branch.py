@@ -45,7 +45,12 @@ def combine_and_project_launches(
     # 52.1 → 51.1; but 16 × 4K 67.4 → 69.7, 1 × 4K with 16-bit weights 30.0 → 30.7. Several tokens of a request were not
     # measured.
     tokens, heads, columns = f.out.shape
-    takes_call = f.w_uv_scale is not None and columns == PROJECTED_COLUMNS.value and bool(combine_launches)
+    takes_call = (
+        f.w_uv_scale is not None
+        and columns == PROJECTED_COLUMNS.value
+        and facts_of_sub_ops.decode.ckv.shape[2] == mla_decode.MAX_RANK  # the kernel has its four groups of scales
+        and bool(combine_launches)
+    )
     pays = f.max_q_len == 1 and tokens <= _MAX_FUSED_TOKENS and heads >= _MIN_FUSED_HEADS
     if not (takes_call and pays):
         return portable.combine_then_project_launches(f, facts_of_sub_ops, decode_config, combine_launches)
