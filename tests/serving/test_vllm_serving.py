@@ -178,3 +178,26 @@ def test_the_tables_of_the_page_are_those_of_the_kept_lines():
     page = script("scripts/vllm_page.py")
     for path, want in page.wanted().items():
         assert path.read_text() == want
+
+
+def test_starts_have_empty_caches_but_the_last(tmp_path, monkeypatch):
+    homes, took = [], iter((9.0, 5.0, 7.0, 1.0))
+
+    def child(case, work, gpus, limit, what, env):
+        homes.append(env["HOME"])
+        assert what == "--start"
+        assert env["TRITON_CACHE_DIR"].startswith(env["HOME"])
+        return {"start_s": next(took), "compiled": 3, "gpu": "x"}
+
+    monkeypatch.setattr(serving, "child", child)
+    record = serving.starts(serving.Case("speed", "tersekv", "fp8"), tmp_path, None, 1, 3)
+    assert record == {"starts_s": [9.0, 5.0, 7.0], "compiled": 3, "again_s": 1.0, "gpu": "x", "start_s": 7.0}
+    assert len(set(homes)) == 3
+    assert homes[3] == homes[2]
+
+
+def test_a_start_that_fails_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "child", lambda *_: {"reason": "took more than 1 s"})
+    record = serving.starts(serving.Case("speed", "tersekv", "fp8"), tmp_path, None, 1, 3)
+    assert record["reason"] == "took more than 1 s"
+    assert record["starts_s"] == []
