@@ -7,8 +7,8 @@ Two ways in, one result:
                                                        specialised exactly as the real launch would be
 
 Tensor copies of a Gluon kernel that a GPU would trap on raise (`copies.faults`), and so do mbarriers that share memory
-(`barriers.faults`), Hopper's products of matrices whose place got lost (`descriptors.faults`) and offsets that 32 bits
-do not hold (`strides.faults`). The result is a dict:
+(`barriers.faults`), Hopper's products of matrices whose place got lost (`descriptors.faults`), conversions to 8 bits of
+which half got lost (`merges.faults`) and offsets that 32 bits do not hold (`strides.faults`). The result is a dict:
     n_regs, n_spills, shared    registers a thread, bytes of local memory a thread (0: no spills), shared bytes a block
     ttir, ttgir, llir, ptx      texts of the stages; on AMD `amdgcn` instead of `ptx`
     sass                        a function: the disassembly (NVIDIA; takes a moment)
@@ -27,6 +27,7 @@ from typing import Any
 
 import barriers
 import descriptors
+import merges
 import strides
 import triton
 from copies import faults
@@ -143,6 +144,9 @@ def _compile(fn, signature, constexprs, attrs, arch, options) -> dict[str, Any]:
         if "wgmma.mma_async" in texts["ptx"] and not fn.is_gluon():
             lost = descriptors.faults(out["sass"]())
             assert not lost, f"{compiled.metadata.name}: {lost}"
+        if arch >= 89 and re.search(r"cvt\S*\.e[45]m[23]x2\.", texts["ptx"]):
+            half = merges.faults(out["sass"]())
+            assert not half, f"{compiled.metadata.name}: {half}"
     return out
 
 

@@ -1,0 +1,18 @@
+"""`merges.faults` on a few lines of machine code."""
+
+from __future__ import annotations
+
+from merges import faults
+from test_descriptors import sass
+
+MERGE = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C"
+
+
+def test_the_other_half_is_a_conversion_before():
+    assert faults(sass(f"{MERGE} R4, R8, R9, RZ ;\n{MERGE} R4, R10, R11, R4 ;\nEXIT ;")) == []
+    assert faults(sass(f"{MERGE} R5, R8, R9, RZ ;\nPRMT R6, R5, 0x7610, R6 ;\n{MERGE} R4, R10, R11, R6.reuse ;")) == []
+
+
+def test_a_half_that_no_conversion_wrote_is_told():
+    lost = f"FMUL R4, R3, UR4 ;\n{MERGE} R14, R14, R14, R5 ;\n{MERGE} R26, R26, R11, R4 ;"
+    assert faults(sass(lost)) == [f"{MERGE} at 0x10: R5, of nothing", f"{MERGE} at 0x20: R4, of FMUL"]
