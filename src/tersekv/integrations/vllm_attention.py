@@ -32,7 +32,7 @@ from .vllm_checkpoint import layer_number, layer_with, quantised_layers, require
 from .vllm_connectors import refuse_other_block_sizes, takes_tokens
 from .vllm_pages import BLOCK_STEP, FORMATS, Kind, holds_scales, kind_of, known, pages_of, pages_shape, with_scales
 from .vllm_saved import cache_dtype_of, index_of, layers_of
-from .vllm_warm_up import DECODE_ROWS, Limits, first_time, warm_up
+from .vllm_warm_up import DECODE_ROWS, Limits, compile_early, decode_rows_of, first_time, limits_of, warm_up
 
 # Rows of a request that may see each other: a mask says so, bit by bit.
 MASKED_ROWS = 64
@@ -157,16 +157,12 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         # vLLM puts requests of so many rows first: those of one token, and of one token and drafts.
-        drafts = getattr(getattr(vllm_config, "speculative_config", None), "num_speculative_tokens", None)
-        self.reorder_batch_threshold = min(1 + (drafts or 0), DECODE_ROWS)
+        self.reorder_batch_threshold = decode_rows_of(vllm_config)
         # Those of more rows stand where the others let them: which kernels they get must not depend on it.
         self.most_decode_rows = self.reorder_batch_threshold if is_batch_invariant() else DECODE_ROWS
-        scheduler = getattr(vllm_config, "scheduler_config", None)
         self.has_tails = holds_scales(kv_cache_spec)
         self.everything: dict[int, list[Tensor]] = {}
-        self.limits = None
-        if scheduler is not None:
-            self.limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, self.reorder_batch_threshold)
+        self.limits = limits_of(vllm_config)
         # Its query lengths are computed on the device and copied to the host without waiting for them.
         if getattr(getattr(vllm_config, "cache_config", None), "kv_sharing_fast_prefill", False):
             raise NotImplementedError("kv_sharing_fast_prefill: want False, tersekv attends to every row of a prompt")
@@ -280,6 +276,7 @@ class TersekvImpl(AttentionImpl):
             _give_dtype(layer, self.kv_cache_dtype, act_dtype)
         if self.kv_sharing_target_layer_name is None:  # others read by the scales of that layer
             require_scales(name, layer, self.kv_cache_dtype, self._config)
+            self._compile_early(layer, act_dtype, self._config)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -310,10 +307,7 @@ class TersekvImpl(AttentionImpl):
             raise NotImplementedError(f"sliding_window: want none where drafts see each other, got {self.window}")
         pages = self._layer(layer, kv_cache)
         out = output.view(-1, self.num_heads, pages.head_dim_v)
-        options: dict[str, Any] = {
-            "softmax_scale": self.scale, "window": self.window, "sinks": self._sinks_fp32(), "softcap": self.softcap,
-            "batch_invariant": self.batch_invariant,
-        }  # fmt: skip
+        options = self._options()
         self._compile_once(query, pages, m, options)
         n = m.few_rows
         if n:
@@ -326,6 +320,27 @@ class TersekvImpl(AttentionImpl):
                 max_q_len=m.most_rows, out=out[rest], **options,
             )  # fmt: skip
         return output
+
+    def _compile_early(self, layer: Any, act_dtype: torch.dtype, config: Any) -> None:
+        """For pages as they will be, if nothing but the layer and the configuration decides on them."""
+        limits, model, size = limits_of(config), config.model_config, config.cache_config.block_size
+        if limits is None or model.is_hybrid or config.kv_transfer_config is not None or act_dtype == torch.float32:
+            return
+        shape = pages_shape(2, size, self.num_kv_heads, self.head_size, self.kv_cache_dtype)
+        dtype = act_dtype if self.kv_cache_dtype == "auto" else FORMATS[self.kv_cache_dtype].dtype
+        query = torch.empty(1, self.num_heads, self.head_size, dtype=act_dtype, device=layer._k_scale.device)
+        compile_early(
+            (self.num_heads, shape, self.kv_cache_dtype), query,
+            self._view_pages(layer, torch.empty(shape, dtype=dtype, device=query.device)),
+            -(-model.max_model_len // size), limits, self._brings_rows(query), self._options(),
+            self._windows_of_layers_alike(),
+        )  # fmt: skip
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "softmax_scale": self.scale, "window": self.window, "sinks": self._sinks_fp32(), "softcap": self.softcap,
+            "batch_invariant": self.batch_invariant,
+        }  # fmt: skip
 
     def _compile_once(self, query: Tensor, pages: PagedKVLayer, m: TersekvMetadata, options: dict[str, Any]) -> None:
         """With the first batch that a kind of layer sees with its pages, which is one of vLLM's own warm-up."""

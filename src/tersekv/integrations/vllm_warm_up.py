@@ -8,6 +8,7 @@ as it is, and what they attend to is thrown away. Before that, processes side by
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from itertools import pairwise
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..layers import PagedKVLayer, PagedLatentLayer
 from ..ops.append import append
-from ..ops.compile_workers import chip_of, compile_ahead, on_meta
+from ..ops.compile_workers import Chip, chip_of, compile_ahead, on_meta
 from ..ops.decode import decode
 from ..ops.mla import mla_append, mla_decode
 from ..ops.prefill import prefill
@@ -31,6 +32,7 @@ BLOCK = 128  # rows of a program of prefill, at most
 ANY_SCALE = 1.0  # softmax_scale of calls to compile for: no kernel depends on it, and models choose it as they like
 _log = logging.getLogger("tersekv")
 _compiled: set[str] = set()  # what layers of this process were compiled for
+_early: dict[str, threading.Thread] = {}  # likewise, before there were pages
 
 
 class Limits(NamedTuple):
@@ -39,6 +41,50 @@ class Limits(NamedTuple):
     requests: int
     rows: int
     decode_rows: int
+
+
+def decode_rows_of(vllm_config: Any) -> int:
+    """Rows of a request that is decoded: a token, and drafts."""
+    drafts = getattr(getattr(vllm_config, "speculative_config", None), "num_speculative_tokens", None)
+    return min(1 + (drafts or 0), DECODE_ROWS)
+
+
+def limits_of(vllm_config: Any) -> Limits | None:
+    scheduler = getattr(vllm_config, "scheduler_config", None)
+    if scheduler is None:
+        return None
+    return Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, decode_rows_of(vllm_config))
+
+
+def compile_early(
+    kind: Any,
+    q: Tensor,
+    pages: PagedKVLayer,
+    columns: int,
+    limits: Limits,
+    own_rows: bool,
+    options: dict[str, Any],
+    windows: Collection[int | None],
+) -> None:
+    """Start to compile what `warm_up` will ask for, in a thread: vLLM prepares much before it makes pages.
+
+    kind:     of layers for which this is done once
+    q, pages: like those to come: [1, Hq, D], and a layer of few pages
+    columns:  of a page table
+    """
+    chip = chip_of(pages.device)
+    if chip is None or repr(kind) in _early:
+        return
+    ints = torch.empty(1, columns, dtype=torch.int32, device=pages.device)
+    like = SimpleNamespace(
+        limits=limits, block_table=ints, seq_lens=ints[0, :1], slot_mapping=ints.new_empty(1, dtype=torch.int64)
+    )
+    all_options = [options | {"window": w} for w in sorted_windows(windows)]
+    make = partial(_calls_of, own_rows)
+    _early[repr(kind)] = thread = threading.Thread(
+        target=_compile, args=(make, q, pages, like, all_options, chip), name="tersekv-compile", daemon=True
+    )
+    thread.start()
 
 
 def warm_up(
@@ -57,7 +103,7 @@ def warm_up(
     windows:   of all layers alike: kernels for each are compiled together, since workers take seconds to start
     """
     all_options = [options | {"window": w} for w in sorted_windows({options["window"], *windows})]
-    _compile_and_call(lambda q, pages, m, o: calls(q, pages, m, own_rows, o), q, pages, metadata, options, all_options)
+    _compile_and_call(partial(_calls_of, own_rows), q, pages, metadata, options, all_options)
 
 
 def sorted_windows(windows: Collection[int | None]) -> list[int | None]:
@@ -89,16 +135,34 @@ def _compile_and_call(
     """all_options: the options of all calls to compile for; those of `options` are then made."""
     chip = chip_of(pages.device)
     if chip is not None:
-        tensors = {n: on_meta(getattr(metadata, n)) for n in ("block_table", "seq_lens", "slot_mapping")}
-        like = SimpleNamespace(limits=metadata.limits, **tensors)
-        on_q = tuple(map(on_meta, q)) if isinstance(q, tuple) else on_meta(q)
-        alike = [{name: on_meta(x) for name, x in some.items()} | {"softmax_scale": ANY_SCALE} for some in all_options]
-        to_compile = [call for some in alike for call in make(on_q, on_meta(pages), like, some)]
-        # As warnings: engines leave our logger as it is, which then shows nothing less, and somebody waits.
-        say = partial(_log.warning, "tersekv: %s")
-        compile_ahead(to_compile, chip, say=say)
+        for thread in _early.values():
+            thread.join()
+        _compile(make, q, pages, metadata, all_options, chip)
     for call in make(q, pages, metadata, options):
         call()
+
+
+def _compile(
+    make: Callable[..., Iterator[partial]],
+    q: Any,
+    pages: Any,
+    metadata: Any,
+    all_options: list[dict[str, Any]],
+    chip: Chip,
+) -> None:
+    tensors = {n: on_meta(getattr(metadata, n)) for n in ("block_table", "seq_lens", "slot_mapping")}
+    like = SimpleNamespace(limits=metadata.limits, **tensors)
+    on_q = tuple(map(on_meta, q)) if isinstance(q, tuple) else on_meta(q)
+    alike = [{name: on_meta(x) for name, x in some.items()} | {"softmax_scale": ANY_SCALE} for some in all_options]
+    to_compile = [call for some in alike for call in make(on_q, on_meta(pages), like, some)]
+    # As warnings: engines leave our logger as it is, which then shows nothing less, and somebody waits.
+    compile_ahead(to_compile, chip, say=partial(_log.warning, "tersekv: %s"))
+
+
+def _calls_of(
+    own_rows: bool, q: Tensor, pages: PagedKVLayer, metadata: Any, options: dict[str, Any]
+) -> Iterator[partial]:
+    return calls(q, pages, metadata, own_rows, options)
 
 
 def calls(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, options: dict[str, Any]) -> Iterator[partial]:
