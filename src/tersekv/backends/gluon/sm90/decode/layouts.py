@@ -1,6 +1,7 @@
 """Register layouts of decode's tiles. Nothing crosses lanes: every layout conversion is trivial.
 
-A warp has a KV head, or one in WARPS_PER_HEAD of its query rows; its MMA tiles are 16 keys. Both MMAs run as m16n8k16
+A warp has a KV head, or one in WARPS_PER_HEAD of its query rows; its MMA tiles are 16 keys. With KEY_PARTS the
+HEADS_PER_CTA heads of these layouts are parts of one head's keys. Both MMAs run as m16n8k16
 with keys (or V columns) on M and query rows on N, so warps exchange nothing. The order of the contracted dimension is
 free: a lane loads a contiguous run of a key's row, and the same of the query's
 (`producer.rotate_to_query_operands_and_q_scales`). V is transposed by ldmatrix in 16-bit packed words; tile j of PACK
@@ -224,11 +225,24 @@ def _linear_layout_with_heads_axis_split(linear, shape, HEAD_DIM_PARTS):
     return gl.DistributedLinearLayout(*bases, [], [shape[0] // HEAD_DIM_PARTS, HEAD_DIM_PARTS, shape[1]])
 
 
+@gluon.constexpr_function
+def _linear_layout_with_column_axis(linear, shape):
+    """Returns a linear layout of [parts, keys] as one of [parts, keys, 1]."""
+    bases = [
+        [[part, key, 0] for part, key in found] for found in (linear.reg_bases, linear.lane_bases, linear.warp_bases)
+    ]
+    return gl.DistributedLinearLayout(*bases, [], [*shape, 1])
+
+
 @gluon.jit
 def load_token_scales(smem, LAYOUT: gl.constexpr, tile_cfg: gl.constexpr):
-    """Loads the token scales of an MMA tile: [HEADS_PER_CTA, MMA_KEYS]. Parts of a head have the same."""
+    """Loads the token scales of an MMA tile: [HEADS_PER_CTA, MMA_KEYS]. Parts of a head's columns have the same."""
     PARTS: gl.constexpr = tile_cfg.HEAD_DIM_PARTS
-    if PARTS == 1:
+    if tile_cfg.KEY_PARTS > 1:
+        SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS]
+        x = smem.load(_linear_layout_with_column_axis(gl.to_linear_layout(LAYOUT, SHAPE), SHAPE)).reshape(SHAPE)
+        return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+    elif PARTS == 1:
         return smem.load(LAYOUT)
     else:
         SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS]
@@ -236,6 +250,16 @@ def load_token_scales(smem, LAYOUT: gl.constexpr, tile_cfg: gl.constexpr):
         x = smem.load(gl.SliceLayout(1, L))
         x, _ = gl.broadcast(x[:, None, :], gl.full([SHAPE[0] // PARTS, PARTS, SHAPE[1]], 0, x.dtype, L))
         return gl.convert_layout(x.reshape(SHAPE), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def kv_heads_of_cta(first_head, LAYOUT: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the KV heads of the CTA: [HEADS_PER_CTA]. Key parts have the same."""
+    o_h = gl.arange(0, tile_cfg.HEADS_PER_CTA, LAYOUT)
+    if tile_cfg.KEY_PARTS > 1:
+        return first_head + o_h * 0
+    else:
+        return first_head + o_h
 
 
 @gluon.jit
