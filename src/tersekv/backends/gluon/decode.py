@@ -196,18 +196,16 @@ def configure(f: SimpleNamespace) -> Config:
     base_cfg = portable.kernel_constants(f, portable_tune.choose_tile_config(f, fmt), True)
     heads, cta_heads, requests = f.k_cache.shape[2], choose_heads_per_cta(f, tuned.heads_per_cta), f.seq_lens.shape[0]
     keys, block_m, groups = num_keys_per_copy(f, tuned), choose_block_m(f), heads // cta_heads
-    kv_specs, scales = make_kv_and_scale_map_specs(
-        f, cta_heads, keys, tuned.shared_tiles, f.head_dim_parts, tuned.key_parts
-    )
+    parts = f.head_dim_parts, tuned.key_parts
+    kv_specs, scales = make_kv_and_scale_map_specs(f, cta_heads, keys, tuned.shared_tiles, *parts)
     if tuned.producer_warp:
         kv_specs = [pack_heads_into_swizzle_128b_rows(spec) for spec in kv_specs]
     rotations = rotation_config(f.k_signs, f.k_channel_scale), rotation_config(f.v_signs, f.v_channel_scale)
     k, v = (
-        make_kv_layout(*x, cta_heads, tuned.num_stages, f.head_dim_parts, tuned.key_parts)
+        make_kv_layout(*x, cta_heads, tuned.num_stages, *parts)
         for x in zip((fmt, v_fmt), kv_specs, scales, rotations, strict=True)
     )
-    ranges = launch.num_sms(f) * tuned.ctas_per_sm * max(4 // (cta_heads * tuned.key_parts * tuned.warps_per_head), 1)
-    ranges = max(ranges // groups, 1)
+    ranges = _max_cta_ranges(f, tuned, cta_heads)
     valid_rows = block_m if f.cu_seqlens_q is not None else min(block_m, num_query_rows(f))
     # A power of two, so that a bound on ragged rows that changes with the batch does not recompile every time.
     m_blocks = launch.next_power_of_2(-(-num_query_rows(f) // block_m))
@@ -253,6 +251,13 @@ def configure(f: SimpleNamespace) -> Config:
         cfg, shape, {n: spec for n, spec in tensor_map_specs.items() if spec is not None},
         attention_launches(f, split_pass, combine, scratch),
     )  # fmt: skip
+
+
+def _max_cta_ranges(f: SimpleNamespace, tuned: TileConfig, heads_per_cta: int) -> int:
+    """Returns the CTA ranges of each group of heads, of which all CTAs run at once."""
+    num_warps = heads_per_cta * tuned.key_parts * tuned.warps_per_head
+    num_ctas = launch.num_sms(f) * tuned.ctas_per_sm * max(4 // num_warps, 1)
+    return max(num_ctas // (f.k_cache.shape[2] // heads_per_cta), 1)
 
 
 def _select_kernel_and_options(tuned: TileConfig, heads_per_cta: int) -> tuple[Any, dict[str, Any]]:

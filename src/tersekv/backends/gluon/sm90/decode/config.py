@@ -20,7 +20,8 @@ LARGE_CACHE_KEYS = 2**17  # keys of the page table, from which on 32 rows go to 
 KEY_PARTS = 4  # of 16 keys of an MMA tile each
 KEY_PARTS_TILES = 1  # MMA tiles of an n_block
 KEY_PARTS_MAX_KEYS = 1024  # of a page table row: longer requests go by heads, one warp each
-KEY_PARTS_MAX_CTAS_PER_SM = 3  # requests × KV heads: more do not run at once
+KEY_PARTS_MIN_CTAS_PER_SM = 0.75  # requests × KV heads: fewer are split
+KEY_PARTS_MAX_CTAS_PER_SM = 3  # more do not run at once
 KEY_PARTS_MAX_STAGES = 4
 MAX_ROWS_16BIT = 16  # up to which it is faster than Triton's: 32 rows of bf16, 64 × 8K, 522 against 515 µs
 
@@ -242,13 +243,13 @@ def _with_two_warps_per_head_no_producer(
 
 
 def uses_key_parts(f: SimpleNamespace, tile_config: TileConfig) -> bool:
-    """Returns whether requests are so short, and so few, that the warps of a CTA divide the keys of one head.
+    """Returns whether the warps of a CTA divide the keys of one head: requests are short, and fill the GPU about once.
 
     tile_config: what is chosen otherwise
     """
-    num_ctas = f.seq_lens.shape[0] * f.k_cache.shape[2]
+    ctas_per_sm = f.seq_lens.shape[0] * f.k_cache.shape[2] / launch.num_sms(f)
     is_short = f.page_table.shape[1] * f.k_cache.shape[1] <= KEY_PARTS_MAX_KEYS
-    return is_short and num_ctas <= KEY_PARTS_MAX_CTAS_PER_SM * launch.num_sms(f)
+    return is_short and KEY_PARTS_MIN_CTAS_PER_SM <= ctas_per_sm <= KEY_PARTS_MAX_CTAS_PER_SM
 
 
 def can_have_key_parts(f: SimpleNamespace, block_m: int) -> bool:

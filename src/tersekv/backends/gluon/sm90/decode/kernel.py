@@ -665,7 +665,7 @@ def decode_small_m_or_shared_tiles_kernel(
     if block < block_end:
         # Prologue: fill the ring.
         prefetch_pos = init_prefetch_position(page_lookup, cta_range, cfg, tile_cfg)
-        num_prefetched_q, num_used_q = 0, 0
+        num_prefetched_q, num_used_q, iter = 0, 0, 0
         for i_prefetch in gl.static_range(gl.constexpr(tile_cfg.STAGES if tile_cfg.LARGE_M else tile_cfg.STAGES - 1)):
             if tile_cfg.NUM_QUERY_STAGES > 0:
                 num_prefetched_q = prefetch_query_at_tile_begin_and_count(
@@ -689,7 +689,6 @@ def decode_small_m_or_shared_tiles_kernel(
             * scales.out_scale
         )
         request = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
-        iter = 0
         while block < block_end:
             # Next work tile.
             i_request, n_block_base, request = advance_to_request_of_block(
