@@ -156,8 +156,8 @@ def smem_scales_of_mma_tile(smem_scales, i_tile_in_ring, IS_V: gl.constexpr, til
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
     TILES: gl.constexpr = tile_cfg.STAGES * tile_cfg.KEYS_PER_BUFFER // (tile_cfg.MMA_KEYS * tile_cfg.KEY_PARTS)
     tile = smem_scales.index(i_tile_in_ring * (smem_scales.shape[0] // TILES))
-    if tile_cfg.KEY_PARTS > 1:  # [parts, 16 keys or twice as many, scales of this head and of others behind it]
-        return tile.slice(0, tile_cfg.MMA_KEYS, 1).slice(0, SIDE.SCALE_WORDS, 2)
+    if tile_cfg.KEY_PARTS > 1:  # [parts, 16 keys or twice as many, words of this head and of others beside it]
+        return tile.slice(0, tile_cfg.MMA_KEYS, 1)
     elif not SIDE.SCALE_ROWS_ARE_KEYS:
         if tile_cfg.COPIES_PER_BUFFER == 2 and SIDE.SCALE_KIND == "block":  # [halves, heads, 8, words]
             return tile.permute([1, 0, 2, 3]).reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, SIDE.SCALE_WORDS])
@@ -271,8 +271,8 @@ def start_scale_tile_copy(
 ):  # fmt: skip
     """Copies their stored scales. 16 scales of one head are 64 bytes and fill half of their 128-byte pitch.
 
-    With KEY_PARTS a copy may have more columns than the head's (`tensor_maps.scale_map_spec_of_a_head_or_none`): it
-    begins with the head's own, and ends with other heads' or, behind the last, with zeros.
+    With KEY_PARTS a copy may have other heads' scales beside the own (`layouts.load_scales_of_own_head`): coordinates
+    that are no multiple of 16 bytes are illegal.
     """
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
     NUM_TILES: gl.constexpr = TENSOR_MAP.block_shape[0]
@@ -282,16 +282,20 @@ def start_scale_tile_copy(
     KEYS_PER_ROW: gl.constexpr = keys_per_map_row(tile_cfg)
     if SIDE.SCALE_KIND == "token_head":
         first_head = first_head // tile_cfg.HEAD_DIM_PARTS
+    first_word = first_head * SIDE.SCALE_WORDS
+    if tile_cfg.KEY_PARTS > 1:
+        COLUMNS: gl.constexpr = SIDE.SCALE_SMEM_SHAPE[3]
+        first_word = first_word // COLUMNS * COLUMNS
     smem = reinterpret(smem_scales, smem_scales.dtype, SMEM_SHAPE, TENSOR_MAP.layout).index(i_copy_in_ring)
     if SIDE.SCALE_SMEM_PITCH > SIDE.SCALE_COPY_BYTES:
         smem = smem.slice(0, NUM_TILES)
     if SIDE.SCALE_ROWS_PER_PAGE == 0:
         if SIDE.SCALE_ROWS_ARE_KEYS:
-            coords = [page_id, page_slot // KEYS_PER_ROW, 0, first_head * SIDE.SCALE_WORDS]
+            coords = [page_id, page_slot // KEYS_PER_ROW, 0, first_word]
         else:
             coords = [page_id, page_slot // KEYS_PER_ROW, first_head, 0]
     elif SIDE.SCALE_ROWS_ARE_KEYS:
-        coords = [(page_id * SIDE.SCALE_ROWS_PER_PAGE + page_slot) // KEYS_PER_ROW, 0, first_head * SIDE.SCALE_WORDS]
+        coords = [(page_id * SIDE.SCALE_ROWS_PER_PAGE + page_slot) // KEYS_PER_ROW, 0, first_word]
     else:
         coords = [page_slot // KEYS_PER_ROW, page_id * SIDE.SCALE_ROWS_PER_PAGE + first_head, 0]
     tma_load(TENSOR_MAP, coords, full_barrier, smem, enabled)

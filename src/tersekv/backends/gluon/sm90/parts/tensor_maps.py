@@ -308,10 +308,7 @@ def scale_map_spec_or_none(
 def scale_map_spec_of_a_head_or_none(
     scale_cache: Any, keys_per_copy: int, has_block_scales: bool
 ) -> TensorMapSpec | None:
-    """Returns the spec of one head's stored scales, with those of as few heads behind it as make 16 bytes; or None.
-
-    A copy may begin at any head, though not at a multiple of 16 bytes: its coordinates count scales.
-    """
+    """Returns the spec of one head's stored scales, with those of as few heads beside it as make 16 bytes; or None."""
     specs = (scale_map_spec_or_none(scale_cache, heads, keys_per_copy, has_block_scales) for heads in (1, 2, 4))
     return next((spec for spec in specs if spec is not None), None)
 
@@ -423,7 +420,7 @@ def _with_key_parts(
     A copy of all parts, or of several tiles of them, is in shared memory what it would be of key_parts heads. Several
     copies that form a tile lie behind each other; if rows exceed 128 bytes, each has its panels: [copies, panels, parts
     of a copy, 16, packed]. Stored scales: [parts, keys, words], of which the first 16 keys, where copies have a larger
-    pitch, and the first SCALE_WORDS words count.
+    pitch, count; words are those of as many heads as one copy has.
     """
     tiles_per_copy, (keys, words) = codes.tiles_per_copy, codes.box[-2:]
     copies = max(key_parts // tiles_per_copy, 1)
