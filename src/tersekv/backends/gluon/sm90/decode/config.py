@@ -273,8 +273,8 @@ def can_have_key_parts(f: SimpleNamespace, block_m: int) -> bool:
 def key_parts_config_with_max_stages(f: SimpleNamespace, block_m: int) -> TileConfig:
     """Returns the configuration of key parts: of three CTAs an SM, or of as many as have enough stages.
 
-    Not measured yet. H100 registers and shared memory of D 128, 8 rows: fp8 140, 60 KB; int8 153, 66; int4 138, 50;
-    nvfp4 161, 50; bf16, of two CTAs, 164, 82.
+    Not measured yet. H100 registers and shared memory of D 128, 8 rows: fp8 143, 60 KB; int8 158, 66; int4 150, 50;
+    nvfp4 157, 50; bf16, of two CTAs, 166, 82.
     """
     (k, v), (d, dv), block_n = pair_of(f), padded_head_dims(f), KEY_PARTS * MMA_KEYS * KEY_PARTS_TILES
     warps_per_head = 2 if block_m == 16 and max(d, dv) > 128 else 1
