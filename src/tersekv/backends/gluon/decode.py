@@ -69,7 +69,7 @@ class DecodeTileConfig(KernelConfig):
     """Compile-time configuration of the split pass, beyond the Triton kernels' constants. The names are the
     kernel's."""
 
-    HEADS_PER_CTA: int  # KV heads, or parts of them
+    HEADS_PER_CTA: int  # KV heads, or parts of them, of columns or of keys
     HEAD_DIM_PARTS: int  # parts of a head's columns, each of which counts as a head
     WARPS_PER_HEAD: int  # they share its keys; its query rows are divided among them
     LARGE_M: bool  # by shared_tiles or rows_64: one head per CTA, 64 rows per warpgroup
@@ -96,6 +96,12 @@ class DecodeTileConfig(KernelConfig):
     FUSED_COMBINE_SPLITS: int  # loaded at once
     FUSED_COMBINE_COLUMNS: int  # loaded at once
     UNSPLIT: bool  # a CTA takes one request; nothing is split
+    KEY_PARTS: int = 1  # parts of one head's keys, each of which takes the place of a head
+
+    @property
+    def KV_HEADS_PER_CTA(self) -> int:
+        """KV heads of a CTA, or parts of their columns."""
+        return self.HEADS_PER_CTA // self.KEY_PARTS
 
 
 SUPPORTED_CODES = ("bf16", "fp16", "e4m3", "e5m2", "int8", "e2m1", "int4")
@@ -190,15 +196,16 @@ def configure(f: SimpleNamespace) -> Config:
     base_cfg = portable.kernel_constants(f, portable_tune.choose_tile_config(f, fmt), True)
     heads, cta_heads, requests = f.k_cache.shape[2], choose_heads_per_cta(f, tuned.heads_per_cta), f.seq_lens.shape[0]
     keys, block_m, groups = num_keys_per_copy(f, tuned), choose_block_m(f), heads // cta_heads
-    kv_specs, scales = make_kv_and_scale_map_specs(f, cta_heads, keys, tuned.shared_tiles, f.head_dim_parts)
+    parts = f.head_dim_parts, tuned.key_parts
+    kv_specs, scales = make_kv_and_scale_map_specs(f, cta_heads, keys, tuned.shared_tiles, *parts)
     if tuned.producer_warp:
         kv_specs = [pack_heads_into_swizzle_128b_rows(spec) for spec in kv_specs]
     rotations = rotation_config(f.k_signs, f.k_channel_scale), rotation_config(f.v_signs, f.v_channel_scale)
     k, v = (
-        make_kv_layout(*x, cta_heads, tuned.num_stages, f.head_dim_parts)
+        make_kv_layout(*x, cta_heads, tuned.num_stages, *parts)
         for x in zip((fmt, v_fmt), kv_specs, scales, rotations, strict=True)
     )
-    ranges = max(launch.num_sms(f) * tuned.ctas_per_sm * max(4 // (cta_heads * tuned.warps_per_head), 1) // groups, 1)
+    ranges = _max_cta_ranges(f, tuned, cta_heads)
     valid_rows = block_m if f.cu_seqlens_q is not None else min(block_m, num_query_rows(f))
     # A power of two, so that a bound on ragged rows that changes with the batch does not recompile every time.
     m_blocks = launch.next_power_of_2(-(-num_query_rows(f) // block_m))
@@ -224,7 +231,7 @@ def configure(f: SimpleNamespace) -> Config:
     shape = _make_tile_config(f, tuned, k, v, kv_specs[0], (cta_heads, f.head_dim_parts), tiles)
     tensor_map_specs = dict(zip(("K", "V", "K_SCALES", "V_SCALES"), (*kv_specs, *scales), strict=True))
     grid = requests * m_blocks * groups, -(-num_rows // combine_tile[0]) * (partial_columns // combine_tile[2])
-    kernel, options = _select_kernel_and_options(tuned, cta_heads)
+    kernel, options = _select_kernel_and_options(tuned, cta_heads * tuned.key_parts)
     shared_args = output_and_workspace_args(f) | tensor_args(SINKS="sinks", V_SCALE="v_scale_t")
     shared_args["v_scale"] = f.v_scale
     # Neither kernel gets constants that only the other reads: the number of requests would recompile it.
@@ -244,6 +251,13 @@ def configure(f: SimpleNamespace) -> Config:
         cfg, shape, {n: spec for n, spec in tensor_map_specs.items() if spec is not None},
         attention_launches(f, split_pass, combine, scratch),
     )  # fmt: skip
+
+
+def _max_cta_ranges(f: SimpleNamespace, tuned: TileConfig, heads_per_cta: int) -> int:
+    """Returns the CTA ranges of each group of heads, of which all CTAs run at once."""
+    num_warps = heads_per_cta * tuned.key_parts * tuned.warps_per_head
+    num_ctas = launch.num_sms(f) * tuned.ctas_per_sm * max(4 // num_warps, 1)
+    return max(num_ctas // (f.k_cache.shape[2] // heads_per_cta), 1)
 
 
 def _select_kernel_and_options(tuned: TileConfig, heads_per_cta: int) -> tuple[Any, dict[str, Any]]:
@@ -302,20 +316,22 @@ def _make_tile_config(
     m_blocks_and_combine_tiles: tuple[Any, ...],
 ) -> DecodeTileConfig:
     """Returns the record of constants, of which two parameters hold the first and the last ones."""
-    heads_per_cta = heads_per_cta_and_dim_parts[0]
-    copies_per_buffer = MMA_KEYS // k_map_spec.box[-2]
-    keys_per_buffer = k_map_spec.tiles_per_copy * k_map_spec.box[-2] * copies_per_buffer
+    heads_per_cta, head_dim_parts = heads_per_cta_and_dim_parts
+    tile_keys, keys_per_copy = MMA_KEYS * tuned.key_parts, k_map_spec.tiles_per_copy * k_map_spec.box[-2]
+    copies_per_buffer = max(tile_keys // keys_per_copy, 1)
+    keys_per_buffer = keys_per_copy * copies_per_buffer
     if tuned.shared_tiles and f.k_scale_cache is not None:
         k_layout, v_layout = (
             replace(x, SCALE_STRIDES=s.stride[:3])
             for x, s in ((k_layout, f.k_scale_cache), (v_layout, f.v_scale_cache))
         )
     return DecodeTileConfig(
-        *heads_per_cta_and_dim_parts, tuned.warps_per_head, tuned.shared_tiles, f.k_cache.shape[2] // heads_per_cta,
-        MMA_KEYS, tuned.block_n // MMA_KEYS, keys_per_buffer, tuned.block_n // keys_per_buffer, copies_per_buffer,
+        heads_per_cta * tuned.key_parts, head_dim_parts, tuned.warps_per_head, tuned.shared_tiles,
+        f.k_cache.shape[2] // heads_per_cta, MMA_KEYS, tuned.block_n // tile_keys, keys_per_buffer,
+        tuned.block_n // keys_per_buffer, copies_per_buffer,
         tuned.num_stages,
         f.q.shape[2],
         num_prefetched_query_stages(f, tuned, heads_per_cta),
         tuned.converted_stages,
-        k_layout, v_layout, *m_blocks_and_combine_tiles,
+        k_layout, v_layout, *m_blocks_and_combine_tiles, KEY_PARTS=tuned.key_parts,
     )  # fmt: skip

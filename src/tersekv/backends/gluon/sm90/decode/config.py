@@ -10,12 +10,19 @@ from typing import Any, NamedTuple
 
 from .....formats import BLOCK, TOKEN_HEAD, kv_format, pair_of
 from ....host import launch
+from ..parts.tensor_maps import MMA_KEYS, kv_map_spec_or_none, scale_map_spec_of_a_head_or_none
 
 SMALL_M_ROWS = 32  # of a KV head, up to which `kernel` is the faster one
 SMALL_M_ROWS_4BIT = 16  # where decode_producer_warp does not take 32, and of 8 bits with many keys
 SHORT_CONTEXT, SHORT_CONTEXT_4BIT = 384, 1024  # keys of a page table row, up to which requests are short
 FEW_SPLITS = 1.5  # splits of a work tile, on average: with no more, few are split
 LARGE_CACHE_KEYS = 2**17  # keys of the page table, from which on 32 rows go to decode_producer_warp or rows_64
+KEY_PARTS = 4  # of 16 keys of an MMA tile each
+KEY_PARTS_TILES = 1  # MMA tiles of an n_block
+KEY_PARTS_MAX_KEYS = 1024  # of a page table row: longer requests go by heads, one warp each
+KEY_PARTS_MIN_CTAS_PER_SM = 0.75  # requests × KV heads: fewer are split
+KEY_PARTS_MAX_CTAS_PER_SM = 3  # more do not run at once
+KEY_PARTS_MAX_STAGES = 4
 MAX_ROWS_16BIT = 16  # up to which it is faster than Triton's: 32 rows of bf16, 64 × 8K, 522 against 515 µs
 
 
@@ -33,6 +40,7 @@ class TileConfig(NamedTuple):
     producer_warp: bool = False  # by kernel_producer_warp: one warp copies for four others
     rows_64: bool = False  # by rows_64
     converted_stages: int = 0  # fp16 stages of rows_64
+    key_parts: int = 1  # parts of the keys of the CTA's one KV head, each of other warps
 
 
 MAX_PART_COLUMNS = 256  # an accumulator of more columns does not fit in a warp's registers
@@ -165,6 +173,8 @@ def choose_tile_config(f: SimpleNamespace, block_m: int) -> TileConfig:
             producer_warp=choose_heads_per_cta(f) == 4,
             block_n=32 if _has_many_short_requests(f, SHORT_CONTEXT_4BIT) else 64,
         )
+    if can_have_key_parts(f, block_m) and uses_key_parts(f, tile_config):
+        return key_parts_config_with_max_stages(f, block_m)
     max_dim = max(padded_head_dims(f))
     if (fmt.storage.itemsize == 2 and max_dim > 64) or (has_padded_head_dims(f) and max_dim > 128):
         tile_config = tile_config._replace(block_n=32)
@@ -232,6 +242,59 @@ def _with_two_warps_per_head_no_producer(
     return tile_config._replace(ctas_per_sm=1, max_registers=255) if one_cta_per_sm else tile_config
 
 
+def uses_key_parts(f: SimpleNamespace, tile_config: TileConfig) -> bool:
+    """Returns whether the warps of a CTA divide the keys of one head: requests are short, and fill the GPU about once.
+
+    tile_config: what is chosen otherwise
+    """
+    ctas_per_sm = f.seq_lens.shape[0] * f.k_cache.shape[2] / launch.num_sms(f)
+    is_short = f.page_table.shape[1] * f.k_cache.shape[1] <= KEY_PARTS_MAX_KEYS
+    return is_short and KEY_PARTS_MIN_CTAS_PER_SM <= ctas_per_sm <= KEY_PARTS_MAX_CTAS_PER_SM
+
+
+def can_have_key_parts(f: SimpleNamespace, block_m: int) -> bool:
+    """Returns whether the warps of a CTA can divide the keys of one head: up to 16 query rows, heads of 64, 128 or 256
+    columns, rows as they are, pages of a multiple of 16, and stored scales that can be copied for one head."""
+    if block_m > 16 or is_large_m(f) or has_padded_head_dims(f) or f.head_dim_parts > 1:
+        return False
+    if any(x is not None for x in (f.k_signs, f.v_signs, f.k_channel_scale, f.v_channel_scale)):
+        return False
+    keys = num_keys_per_copy(f, TileConfig(KEY_PARTS * MMA_KEYS * KEY_PARTS_TILES, 0, 0, None, key_parts=KEY_PARTS))
+    sides = zip((f.k_cache, f.v_cache), (f.k_scale_cache, f.v_scale_cache), pair_of(f), strict=True)
+    if keys % MMA_KEYS or key_parts_config_with_max_stages(f, block_m).num_stages < 2:
+        return False
+    return all(
+        kv_map_spec_or_none(codes, 1, keys) is not None
+        and (scales is None or scale_map_spec_of_a_head_or_none(scales, keys, fmt.scale == BLOCK) is not None)
+        for codes, scales, fmt in sides
+    )
+
+
+def key_parts_config_with_max_stages(f: SimpleNamespace, block_m: int) -> TileConfig:
+    """Returns the configuration of key parts: of three CTAs an SM, or of as many as have enough stages.
+
+    Not measured yet. H100 registers and shared memory of D 128, 8 rows: fp8 143, 60 KB; int8 158, 66; int4 150, 50;
+    nvfp4 157, 50; bf16, of two CTAs, 166, 82.
+    """
+    (k, v), (d, dv), block_n = pair_of(f), padded_head_dims(f), KEY_PARTS * MMA_KEYS * KEY_PARTS_TILES
+    warps_per_head = 2 if block_m == 16 and max(d, dv) > 128 else 1
+    # One accumulator of all parts, of as many as values have codes in 16 bits, is exchanged at a time.
+    exchanged_bytes = 4 * KEY_PARTS * block_m * dv * v.storage.itemsize // (2 * v.values_per_element)
+    scale_bytes = sum(16 for x in (k, v) if x.scale in (BLOCK, TOKEN_HEAD))  # of a key: see `tensor_maps`
+    stage_bytes = block_n * (k.code_bytes(d) + v.code_bytes(dv) + scale_bytes) + block_m * d * f.q.dtype.itemsize
+    has_large_acc = max(d, dv) * block_m > 1024  # it spills at 168 registers, which three CTAs leave
+    for ctas_per_sm, min_stages in ((2, 2), (1, 2)) if has_large_acc else ((3, 3), (2, 2), (1, 2)):
+        smem_bytes = launch.shared_memory_bytes_per_cta(f) // ctas_per_sm - 2048 - exchanged_bytes
+        num_stages = min(KEY_PARTS_MAX_STAGES, smem_bytes // stage_bytes)
+        max_registers = min(255, 65536 // (32 * KEY_PARTS * warps_per_head * ctas_per_sm) // 8 * 8)
+        if num_stages >= min_stages and (warps_per_head == 1 or max_registers == 255):
+            break
+    return TileConfig(
+        block_n, num_stages, ctas_per_sm, max_registers, heads_per_cta=1, warps_per_head=warps_per_head,
+        key_parts=KEY_PARTS,
+    )  # fmt: skip
+
+
 def _with_head_dim_parts_tuning(f: SimpleNamespace, tile_config: TileConfig) -> TileConfig:
     """Returns the configuration for heads in column parts: two heads per CTA, or four where token scales of two are no
     multiple of 16 bytes.
@@ -289,6 +352,8 @@ def num_prefetched_query_stages(f: SimpleNamespace, tile_config: TileConfig, hea
     """
     block_m, d = choose_block_m(f), padded_head_dims(f)[0]
     is_aligned = f.q.aligned and all(n % 16 == 0 for n in f.q.stride[:2])  # copies of 16 bytes
+    if tile_config.key_parts > 1:
+        return tile_config.num_stages - 1 if is_aligned else 0
     if tile_config.shared_tiles or block_m > 8 or has_4bit_codes(f) or has_padded_head_dims(f) or not is_aligned:
         return 0
     smem_bytes = (
@@ -350,8 +415,11 @@ def assigns_one_request_per_cta(
     H100, 2026-11-27, 32/8 heads, uneven: fp8 with int4 in V, 170 of up to 150 tokens: 22.4 → 14.4 µs; nvfp4, 129 of up
     to 148: 19.0 → 13.9.
     """
+    max_keys = f.page_table.shape[1] * f.k_cache.shape[1]
+    if tile_config.key_parts > 1:
+        return max_keys <= KEY_PARTS_MAX_KEYS
     fills_ctas = 0.9 * num_ctas <= f.seq_lens.shape[0] * num_head_groups <= 1.5 * num_ctas
-    is_short = f.page_table.shape[1] * f.k_cache.shape[1] <= SHORT_CONTEXT
+    is_short = max_keys <= SHORT_CONTEXT
     return fills_ctas and is_short and not tile_config.shared_tiles
 
 
@@ -368,4 +436,5 @@ def num_keys_per_copy(f: SimpleNamespace, tile_config: TileConfig) -> int:
     while f.k_cache.shape[1] % keys:
         keys //= 2
     (k, v), (d, dv) = pair_of(f), padded_head_dims(f)
-    return keys if max(k.code_bytes(d), v.code_bytes(dv)) <= 128 else min(keys, 16)
+    is_narrow = max(k.code_bytes(d), v.code_bytes(dv)) <= 128
+    return keys if is_narrow else min(keys, MMA_KEYS * tile_config.key_parts)

@@ -7,6 +7,10 @@ A CTA has HEADS_PER_CTA × WARPS_PER_HEAD warps for HEADS_PER_CTA KV heads and p
 n_block of its work tile. Warps synchronize only before a stage is refilled: the MMAs are mma.sync, whose operands each
 warp holds itself (`layouts`). With LARGE_M a CTA has one head, whose rows share the dequantized tiles (`shared_tiles`).
 
+With KEY_PARTS a CTA has one head, and its HEADS_PER_CTA "heads" are parts of the keys: MMA tile j of an n_block is
+16 keys of each part, those of part p from key 16 (KEY_PARTS j + p) of the n_block on. Each part has a softmax of its
+own; they are combined in shared memory at the end of a work tile (`key_parts`).
+
 Mask: `compute_masked_log2_scores_of_mma_tile`. Free stage: the barrier before `start_kv_block_copies_at_position`.
 Rescale: `mainloop_step` or `mainloop_step_lazy_rescale`. Combine: `combine`. With LARGE_M: see `shared_tiles`.
 
@@ -67,11 +71,13 @@ from ..parts.tile_scheduler import (
     load_request_lengths_and_block_counts,
     make_work_tile_at_block,
 )
+from . import key_parts
 from . import shared_tiles as large_m
 from .combine import TileSplits, arrive_and_combine_in_levels_if_last, load_first_level_counter_for_init_check
 from .layouts import (
     dequantized_k_to_mma_operand,
     k_load_layout,
+    kv_heads_of_cta,
     load_and_expand_k_block_scales_to_fp16,
     load_and_expand_v_block_scales_to_fp16,
     load_query_fragment,
@@ -147,11 +153,21 @@ def first_key_and_ring_index_of_mma_tile(
     stage, n_block, I_MMA_TILE: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Returns (first key, index in the ring of its buffer) of an n_block's MMA tile."""
-    TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS
+    TILE_KEYS: gl.constexpr = tile_cfg.MMA_KEYS * tile_cfg.KEY_PARTS
+    TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // TILE_KEYS
     return (
-        n_block * cfg.BLOCK_N + tile_cfg.MMA_KEYS * I_MMA_TILE,
+        n_block * cfg.BLOCK_N + TILE_KEYS * I_MMA_TILE,
         stage * TILES_PER_BUFFER + I_MMA_TILE % TILES_PER_BUFFER,
     )
+
+
+@gluon.jit
+def keys_of_mma_tile(first_key, LAYOUT: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the keys of an MMA tile, in LAYOUT: [KEY_PARTS, MMA_KEYS]."""
+    o_n = (first_key + gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(0, LAYOUT)))[None, :]
+    if tile_cfg.KEY_PARTS > 1:
+        o_n += tile_cfg.MMA_KEYS * gl.arange(0, tile_cfg.KEY_PARTS, gl.SliceLayout(1, LAYOUT))[:, None]
+    return o_n
 
 
 @gluon.jit
@@ -217,12 +233,10 @@ def compute_masked_log2_scores_of_mma_tile(
         s = apply_softcap_to_log2_scores(s, softcap)
     # Mask.
     if MASKED:
-        L: gl.constexpr = gl.SliceLayout(0, MMA)
-        o_n = first_key + gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(1, L))
-        o_q = (
-            mask_args.row_begin + gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(0, L))
-        ) // cfg.GROUP  # query token of a row
-        s = gl.where(is_visible(o_n[:, None], o_q[None, :], mask_args, cfg)[None, :, :], s, float("-inf"))
+        ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, MMA))
+        o_n = keys_of_mma_tile(first_key, gl.SliceLayout(2, MMA), tile_cfg)
+        o_q = (mask_args.row_begin + gl.arange(0, cfg.BLOCK_M, ROW)) // cfg.GROUP  # query token of a row
+        s = gl.where(is_visible(o_n[:, :, None], o_q[None, None, :], mask_args, cfg), s, float("-inf"))
     return s
 
 
@@ -233,7 +247,7 @@ def v_scaled_scores_max_over_tiles_and_inv_v_scales(
 ):  # fmt: skip
     """Returns (scores of each MMA tile, plus log2 of stored V scales of tokens; their maximum over tiles, element by
     element; reciprocals of each tile's V scales)."""
-    TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS
+    TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // (tile_cfg.MMA_KEYS * tile_cfg.KEY_PARTS)
     KEYS: gl.constexpr = gl.SliceLayout(2, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD))
     s, inv_v_scales = (), ()
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_MMA_TILES)):
@@ -249,8 +263,8 @@ def v_scaled_scores_max_over_tiles_and_inv_v_scales(
             )
             v_scales = gl.maximum(load_token_scales(smem_scales, KEYS, tile_cfg), 1e-30)
             if MASKED:
-                o_n = first_key + gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(0, KEYS))
-                valid = keys_visible_to_any_row_mask(o_n, mask_args.num_keys, mask_args.seqlen_q, cfg)[None, :]
+                o_n = keys_of_mma_tile(first_key, KEYS, tile_cfg)
+                valid = keys_visible_to_any_row_mask(o_n, mask_args.num_keys, mask_args.seqlen_q, cfg)
                 v_scales = gl.where(valid, v_scales, 1.0)
             log2_v_scales, inv_v_scale = log2_and_reciprocal(v_scales)
             tile_scores = tile_scores + log2_v_scales[:, :, None]
@@ -289,8 +303,8 @@ def accumulate_pv_of_mma_tile(
     # Dequantize V.
     packed = smem_codes_of_mma_tile(smem_v, i_tile_in_ring, cfg.PACKED_V, tile_cfg).permute([0, 2, 1]).load(A)
     if MASKED:  # an invalid slot may hold NaN, and 0 × NaN is NaN
-        o_n = first_key + gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(0, gl.SliceLayout(1, A)))
-        valid = keys_visible_to_any_row_mask(o_n, mask_args.num_keys, mask_args.seqlen_q, cfg)[None, None, :]
+        o_n = keys_of_mma_tile(first_key, gl.SliceLayout(1, A), tile_cfg)
+        valid = keys_visible_to_any_row_mask(o_n, mask_args.num_keys, mask_args.seqlen_q, cfg)[:, None, :]
         packed = gl.where(valid, packed, 0)
     if tile_cfg.V.CODE == "int4":
         token_scales = load_token_scales(
@@ -323,7 +337,7 @@ def mainloop_step(
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Returns the SoftmaxState after one n_block: (row_max, row_sum for each key of a lane, PACK accumulators)."""
-    TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS
+    TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // (tile_cfg.MMA_KEYS * tile_cfg.KEY_PARTS)
     # QK and mask.
     s, max_over_tiles, inv_v_scales = v_scaled_scores_max_over_tiles_and_inv_v_scales(
         smem_kv, full_stage, q, score_scales, softcap, n_block, mask_args, MASKED, cfg, tile_cfg
@@ -401,7 +415,7 @@ def mainloop_step_lazy_rescale(
     Differs from `mainloop_step` after the scores: that one reduces row_max over lanes in every n_block, this one where
     it is raised.
     """
-    TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS
+    TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // (tile_cfg.MMA_KEYS * tile_cfg.KEY_PARTS)
     # QK and mask.
     s, max_over_tiles, inv_v_scales = v_scaled_scores_max_over_tiles_and_inv_v_scales(
         smem_kv, full_stage, q, score_scales, softcap, n_block, mask_args, MASKED, cfg, tile_cfg
@@ -474,13 +488,31 @@ def sum_over_lanes_of_equal_row_max(state, cfg: gl.constexpr, tile_cfg: gl.const
         return SoftmaxState(state.row_max, gl.sum(state.row_sum, 1), state.acc_o)
 
 
-# ---- epilogue ----
+# ---- scales ----
 
 
 @gluon.jit
-def kv_heads_of_cta(first_head, LAYOUT: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns the KV heads of the CTA: [HEADS_PER_CTA]."""
-    return first_head + gl.arange(0, tile_cfg.HEADS_PER_CTA, LAYOUT)
+def scale_heads_of_cta(first_head, tile_cfg: gl.constexpr):
+    """Returns the KV heads of the CTA whose scales of K and V are loaded: [HEADS_PER_CTA], or a scalar if there is only
+    one."""
+    if tile_cfg.LARGE_M or tile_cfg.KEY_PARTS > 1:
+        return first_head
+    else:
+        MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
+        heads = kv_heads_of_cta(first_head, gl.SliceLayout(1, gl.SliceLayout(1, MMA)), tile_cfg)
+        return heads // tile_cfg.HEAD_DIM_PARTS
+
+
+@gluon.jit
+def scale_rows_of_heads(head_scales, row_scales, tile_cfg: gl.constexpr):
+    """Returns row_scales [HEADS_PER_CTA, BLOCK_M] times head_scales, of `scale_heads_of_cta`."""
+    if tile_cfg.KEY_PARTS > 1:
+        return head_scales * row_scales
+    else:
+        return head_scales[:, None] * row_scales
+
+
+# ---- epilogue ----
 
 
 @gluon.jit
@@ -589,7 +621,7 @@ def decode_small_m_or_shared_tiles_kernel(
     """Processes one CTA range for HEADS_PER_CTA heads. See the module's docstring."""
     i_cta = gl.program_id(0)
     i_range, num_ranges = i_cta // tile_cfg.HEAD_GROUPS, gl.num_programs(0) // tile_cfg.HEAD_GROUPS
-    first_head = i_cta % tile_cfg.HEAD_GROUPS * tile_cfg.HEADS_PER_CTA
+    first_head = i_cta % tile_cfg.HEAD_GROUPS * tile_cfg.KV_HEADS_PER_CTA
     tensors = AttentionTensors(
         Q, SEQ_LENS, CU_SEQLENS_Q, MASK, SINKS, OUT, LSE, SPLIT_WORKSPACE,
         split_metadata_ptr(SPLIT_WORKSPACE, num_ranges * cfg.HEADS, cfg),
@@ -633,7 +665,7 @@ def decode_small_m_or_shared_tiles_kernel(
     if block < block_end:
         # Prologue: fill the ring.
         prefetch_pos = init_prefetch_position(page_lookup, cta_range, cfg, tile_cfg)
-        num_prefetched_q, num_used_q = 0, 0
+        num_prefetched_q, num_used_q, iter = 0, 0, 0
         for i_prefetch in gl.static_range(gl.constexpr(tile_cfg.STAGES if tile_cfg.LARGE_M else tile_cfg.STAGES - 1)):
             if tile_cfg.NUM_QUERY_STAGES > 0:
                 num_prefetched_q = prefetch_query_at_tile_begin_and_count(
@@ -645,15 +677,7 @@ def decode_small_m_or_shared_tiles_kernel(
             )
             prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg, tile_cfg)
         # Scales of scores (the softmax scale, times K's of a tensor or head) and of outputs (V's).
-        if tile_cfg.LARGE_M:
-            heads = first_head
-        else:
-            heads = kv_heads_of_cta(
-                first_head,
-                gl.SliceLayout(1, gl.SliceLayout(1, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD))),
-                tile_cfg,
-            )
-            heads = heads // tile_cfg.HEAD_DIM_PARTS
+        heads = scale_heads_of_cta(first_head, tile_cfg)
         score_scale = load_device_or_host_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E
         scales = CallScales(score_scale, k_scale, K_SCALE, v_scale, V_SCALE,
                             load_device_or_host_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE), softcap)  # fmt: skip
@@ -665,7 +689,6 @@ def decode_small_m_or_shared_tiles_kernel(
             * scales.out_scale
         )
         request = load_request_lengths_and_block_counts(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
-        iter = 0
         while block < block_end:
             # Next work tile.
             i_request, n_block_base, request = advance_to_request_of_block(
@@ -703,7 +726,7 @@ def decode_small_m_or_shared_tiles_kernel(
                 else:
                     q, q_scales = load_query_operands_and_q_scales(tensors, strides, smem_column_scales, work_tile,
                                                                    first_head, cfg, tile_cfg)  # fmt: skip
-                score_scales = head_score_scales[:, None] * q_scales
+                score_scales = scale_rows_of_heads(head_score_scales, q_scales, tile_cfg)
                 step: gl.constexpr = mainloop_step_lazy_rescale if cfg.BLOCK_M > 16 else mainloop_step
                 new_state = init_unreduced_softmax_state(cfg, tile_cfg)
                 for n_block in range(
@@ -735,6 +758,8 @@ def decode_small_m_or_shared_tiles_kernel(
                         )  # fmt: skip
                     iter += 1
                 state = sum_over_lanes_of_equal_row_max(equalize_int4_acc_scales(new_state, tile_cfg), cfg, tile_cfg)
+                if tile_cfg.KEY_PARTS > 1:
+                    state = key_parts.combine_key_parts(state, cfg, tile_cfg)
             # Epilogue: output of an unsplit work tile, else a partial result.
             if tile_cfg.V.ROTATION.ENABLED:
                 state = unrotate_and_scale_acc(state, smem_column_scales, cfg, tile_cfg)
@@ -756,10 +781,18 @@ def decode_small_m_or_shared_tiles_kernel(
                         SPLIT_WORKSPACE, partial_slot, state, o_r, work_tile.seqlen_q * cfg.GROUP - row_begin, cfg
                     )
             elif tile_cfg.UNSPLIT or is_unsplit:
-                store_unsplit_output_and_lse(tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)
+                if tile_cfg.KEY_PARTS > 1:
+                    key_parts.store_output_and_lse(tensors, strides, state, v_out_scale, first_head, work_tile, cfg)
+                else:
+                    store_unsplit_output_and_lse(
+                        tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)  # fmt: skip
             else:
-                store_partial_acc_max_and_sum(SPLIT_WORKSPACE, partial_slot, state, first_head,
-                                              work_tile.seqlen_q * cfg.GROUP - row_begin, cfg, tile_cfg)  # fmt: skip
+                rows_left = work_tile.seqlen_q * cfg.GROUP - row_begin
+                if tile_cfg.KEY_PARTS > 1:
+                    key_parts.store_partial_acc_max_and_sum(SPLIT_WORKSPACE, partial_slot, state, rows_left, cfg)
+                else:
+                    store_partial_acc_max_and_sum(
+                        SPLIT_WORKSPACE, partial_slot, state, first_head, rows_left, cfg, tile_cfg)  # fmt: skip
                 if tile_cfg.FUSED_COMBINE_ROWS > 0:
                     arrive_and_combine_in_levels_if_last(tensors, scales, strides, splits, maybe_uninit_counter,
                                                          first_head, work_tile, cfg, tile_cfg)  # fmt: skip

@@ -39,7 +39,6 @@ from .kernel import (
     Strides,
     equalize_int4_acc_scales,
     init_unreduced_softmax_state,
-    kv_heads_of_cta,
     mainloop_step,
     mainloop_step_lazy_rescale,
     store_partial_acc_max_and_sum,
@@ -48,7 +47,7 @@ from .kernel import (
     sum_over_lanes_of_equal_row_max,
     work_tile_metadata_ptr,
 )
-from .layouts import mma_layout, store_query_fragment
+from .layouts import kv_heads_of_cta, mma_layout, store_query_fragment
 from .producer import (
     PageLookup,
     QueryOperands,

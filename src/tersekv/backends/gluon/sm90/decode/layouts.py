@@ -1,6 +1,7 @@
 """Register layouts of decode's tiles. Nothing crosses lanes: every layout conversion is trivial.
 
-A warp has a KV head, or one in WARPS_PER_HEAD of its query rows; its MMA tiles are 16 keys. Both MMAs run as m16n8k16
+A warp has a KV head, or one in WARPS_PER_HEAD of its query rows; its MMA tiles are 16 keys. With KEY_PARTS the
+HEADS_PER_CTA heads of these layouts are parts of one head's keys. Both MMAs run as m16n8k16
 with keys (or V columns) on M and query rows on N, so warps exchange nothing. The order of the contracted dimension is
 free: a lane loads a contiguous run of a key's row, and the same of the query's
 (`producer.rotate_to_query_operands_and_q_scales`). V is transposed by ldmatrix in 16-bit packed words; tile j of PACK
@@ -209,6 +210,54 @@ def load_query_fragment(smem_q, I_OPERAND: gl.constexpr, cfg: gl.constexpr, tile
     )
 
 
+# ---- key parts ----
+# A copy of one head's stored scales begins at a multiple of 16 bytes and has other heads' too
+# (`tensor_maps.scale_map_spec_of_a_head_or_none`): a thread loads them all, and takes its own.
+
+
+@gluon.constexpr_function
+def _linear_layout_with_all_copied_heads(linear, KEYS_DIM, NUM_WORDS, NUM_HEADS, SHAPE):
+    """Returns a linear layout of one head's scales, [parts, keys] or with words behind or before the keys, as one of
+    [parts, keys, heads × words] in which a thread has those of all heads."""
+
+    def with_words_last(base):
+        return [base[0], base[KEYS_DIM], base[3 - KEYS_DIM] if len(base) == 3 else 0]
+
+    regs, lanes, warps = (
+        [with_words_last(x) for x in bases] for bases in (linear.reg_bases, linear.lane_bases, linear.warp_bases)
+    )
+    heads = [[0, 0, NUM_WORDS << i] for i in range(NUM_HEADS.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        heads + regs, lanes, warps, [], [SHAPE[0], SHAPE[KEYS_DIM], NUM_HEADS * NUM_WORDS]
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_scales_of_own_head(
+    smem, LAYOUT: gl.constexpr, SHAPE: gl.constexpr, KEYS_DIM: gl.constexpr, NUM_WORDS: gl.constexpr,
+    tile_cfg: gl.constexpr,
+):  # fmt: skip
+    """Loads the CTA's one head's scales from an MMA tile [KEY_PARTS, MMA_KEYS, heads × NUM_WORDS], in LAYOUT, of SHAPE,
+    whose dimension KEYS_DIM are the keys."""
+    NUM_HEADS: gl.constexpr = smem.shape[2] // NUM_WORDS
+    P: gl.constexpr = smem.shape[0]
+    K: gl.constexpr = smem.shape[1]
+    x = smem.load(
+        _linear_layout_with_all_copied_heads(gl.to_linear_layout(LAYOUT, SHAPE), KEYS_DIM, NUM_WORDS, NUM_HEADS, SHAPE)
+    )
+    if NUM_HEADS > 1:
+        head = gl.program_id(0) % tile_cfg.HEAD_GROUPS
+        x = x.reshape([P, K, NUM_HEADS, NUM_WORDS]).permute([0, 1, 3, 2])
+        even, odd = x.reshape([P, K, NUM_WORDS, NUM_HEADS // 2, 2]).split()
+        x = gl.where(head % 2 == 0, even, odd)
+        if NUM_HEADS == 4:
+            even, odd = x.split()
+            x = gl.where(head // 2 % 2 == 0, even, odd)
+    if KEYS_DIM == 2:
+        x = x.reshape([P, K, NUM_WORDS]).permute([0, 2, 1])
+    return gl.convert_layout(x.reshape(SHAPE), LAYOUT, assert_trivial=True)
+
+
 # ---- heads in column parts ----
 # A head of more than 256 columns is HEAD_DIM_PARTS heads of fewer, each a warp's (or WARPS_PER_HEAD warps'), that see
 # the same keys. What they have in common: the scores, which are sums over the parts, and scales of the head.
@@ -226,9 +275,12 @@ def _linear_layout_with_heads_axis_split(linear, shape, HEAD_DIM_PARTS):
 
 @gluon.jit
 def load_token_scales(smem, LAYOUT: gl.constexpr, tile_cfg: gl.constexpr):
-    """Loads the token scales of an MMA tile: [HEADS_PER_CTA, MMA_KEYS]. Parts of a head have the same."""
+    """Loads the token scales of an MMA tile: [HEADS_PER_CTA, MMA_KEYS]. Parts of a head's columns have the same."""
     PARTS: gl.constexpr = tile_cfg.HEAD_DIM_PARTS
-    if PARTS == 1:
+    if tile_cfg.KEY_PARTS > 1:
+        SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS]
+        return load_scales_of_own_head(smem, LAYOUT, SHAPE, 1, 1, tile_cfg)
+    elif PARTS == 1:
         return smem.load(LAYOUT)
     else:
         SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS]
@@ -236,6 +288,16 @@ def load_token_scales(smem, LAYOUT: gl.constexpr, tile_cfg: gl.constexpr):
         x = smem.load(gl.SliceLayout(1, L))
         x, _ = gl.broadcast(x[:, None, :], gl.full([SHAPE[0] // PARTS, PARTS, SHAPE[1]], 0, x.dtype, L))
         return gl.convert_layout(x.reshape(SHAPE), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def kv_heads_of_cta(first_head, LAYOUT: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the KV heads of the CTA: [HEADS_PER_CTA]. Key parts have the same."""
+    o_h = gl.arange(0, tile_cfg.HEADS_PER_CTA, LAYOUT)
+    if tile_cfg.KEY_PARTS > 1:
+        return first_head + o_h * 0
+    else:
+        return first_head + o_h
 
 
 @gluon.jit
@@ -279,7 +341,12 @@ def load_and_expand_k_block_scales_to_fp16(smem_scales, cfg: gl.constexpr, tile_
     L4: gl.constexpr = k_block_scale_word_of_4_load_layout(
         tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, tile_cfg.MMA_KEYS, cfg.PACKED_K
     )
-    scale_words = smem_scales.load(gl.SliceLayout(3, L4))[:, :, :, None]
+    W: gl.constexpr = gl.SliceLayout(3, L4)
+    if tile_cfg.KEY_PARTS > 1:
+        SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, NUM_WORDS]
+        scale_words = load_scales_of_own_head(smem_scales, W, SHAPE, 1, NUM_WORDS, tile_cfg)[:, :, :, None]
+    else:
+        scale_words = smem_scales.load(W)[:, :, :, None]
     i_part = gl.arange(0, PARTS_PER_WORD, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L4))))[
         None, None, None, :
     ]
@@ -335,7 +402,13 @@ def load_and_expand_v_block_scales_to_fp16(smem_scales, cfg: gl.constexpr, tile_
         tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, tile_cfg.MMA_KEYS, cfg.PACKED_V
     )
     L4: gl.constexpr = gl.SliceLayout(3, L5)
-    scale_words = smem_scales.load(gl.SliceLayout(2, L4))[:, :, None, :]
+    W: gl.constexpr = gl.SliceLayout(2, L4)
+    if tile_cfg.KEY_PARTS > 1:
+        SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, NUM_WORDS, tile_cfg.MMA_KEYS]
+        smem_scales = smem_scales.permute([0, 2, 1])  # [parts, keys, words] again
+        scale_words = load_scales_of_own_head(smem_scales, W, SHAPE, 2, NUM_WORDS, tile_cfg)[:, :, None, :]
+    else:
+        scale_words = smem_scales.load(W)[:, :, None, :]
     odd = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L4))))[None, None, :, None]
     scale_words, odd = gl.broadcast(
         scale_words, odd + gl.full([tile_cfg.HEADS_PER_CTA, NUM_WORDS, 2, tile_cfg.MMA_KEYS], 0, gl.int32, L4)

@@ -22,7 +22,13 @@ from ..parts.dequant import (
 )
 from ..parts.hadamard import scale_and_rotate_query
 from ..parts.tile_scheduler import load_request_lengths_and_block_counts
-from .layouts import mma_layout, packed_column_offset_in_padded_tile, query_heads_of_rows, query_load_layout
+from .layouts import (
+    kv_heads_of_cta,
+    mma_layout,
+    packed_column_offset_in_padded_tile,
+    query_heads_of_rows,
+    query_load_layout,
+)
 
 
 class PageLookup(NamedTuple):
@@ -77,6 +83,12 @@ class QueryOperands(NamedTuple):
 
 
 @gluon.constexpr_function
+def keys_per_map_row(tile_cfg):
+    """Returns the keys of a row of the tensor maps, of which a copy has several."""
+    return tile_cfg.MMA_KEYS if tile_cfg.KEY_PARTS > 1 else tile_cfg.MMA_KEYS // tile_cfg.COPIES_PER_BUFFER
+
+
+@gluon.constexpr_function
 def num_scale_copies(tile_cfg):
     """Returns how many of K and V have stored scales that are copied."""
     return (tile_cfg.K.SCALE_COPY_BYTES > 0) + (tile_cfg.V.SCALE_COPY_BYTES > 0)
@@ -117,9 +129,13 @@ def allocate_smem_kv(tile_cfg: gl.constexpr):
 def smem_codes_of_mma_tile(smem_codes, i_tile_in_ring, CODE_WORDS_PER_ROW: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the codes of an MMA tile, counted through all stages: [HEADS_PER_CTA, MMA_KEYS, CODE_WORDS_PER_ROW].
     A row in shared memory may hold several heads (`tensor_maps.pack_heads_into_swizzle_128b_rows`); a tile may consist
-    of two copies (`tensor_maps.make_kv_layout`)."""
+    of several copies (`tensor_maps.make_kv_layout`)."""
     tile = smem_codes.index(i_tile_in_ring)
-    if tile_cfg.COPIES_PER_BUFFER == 2:  # [halves, panels, rows, 8, packed]
+    if tile_cfg.KEY_PARTS > 1:
+        if len(tile.shape) == 5:  # [copies, panels, parts of a copy, 16, packed]
+            SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, CODE_WORDS_PER_ROW]
+            tile = tile.permute([0, 2, 3, 1, 4]).reshape(SHAPE)
+    elif tile_cfg.COPIES_PER_BUFFER == 2:  # [halves, panels, rows, 8, packed]
         SHAPE: gl.constexpr = [tile.shape[2], tile_cfg.MMA_KEYS, tile.shape[1] * tile.shape[4]]
         tile = tile.permute([2, 0, 3, 1, 4]).reshape(SHAPE)
     TILE_ROWS: gl.constexpr = tile.shape[0]
@@ -138,10 +154,11 @@ def smem_scales_of_mma_tile(smem_scales, i_tile_in_ring, IS_V: gl.constexpr, til
     [HEADS_PER_CTA, MMA_KEYS, SCALE_WORDS]. Where the pitch of a copy exceeds its bytes, the ring has a multiple of the
     tiles."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
-    tile = smem_scales.index(
-        i_tile_in_ring * (smem_scales.shape[0] // (tile_cfg.STAGES * tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS))
-    )
-    if not SIDE.SCALE_ROWS_ARE_KEYS:
+    TILES: gl.constexpr = tile_cfg.STAGES * tile_cfg.KEYS_PER_BUFFER // (tile_cfg.MMA_KEYS * tile_cfg.KEY_PARTS)
+    tile = smem_scales.index(i_tile_in_ring * (smem_scales.shape[0] // TILES))
+    if tile_cfg.KEY_PARTS > 1:  # [parts, 16 keys or twice as many, words of this head and of others beside it]
+        return tile.slice(0, tile_cfg.MMA_KEYS, 1)
+    elif not SIDE.SCALE_ROWS_ARE_KEYS:
         if tile_cfg.COPIES_PER_BUFFER == 2 and SIDE.SCALE_KIND == "block":  # [halves, heads, 8, words]
             return tile.permute([1, 0, 2, 3]).reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, SIDE.SCALE_WORDS])
         elif tile_cfg.COPIES_PER_BUFFER == 2:
@@ -227,25 +244,23 @@ def start_code_tile_copy(
     TENSOR_MAP, smem_codes, full_barrier, i_copy_in_ring, page_id, first_head, page_slot, enabled,
     ROWS_PER_PAGE: gl.constexpr, tile_cfg: gl.constexpr,
 ):  # fmt: skip
-    """Copies the codes of a buffer's keys, or of half of them, from one page; tiles of 16 keys in shared memory."""
+    """Copies the codes of a buffer's keys, or of a part of them, from one page; tiles of 16 keys in shared memory."""
     SMEM_SHAPE: gl.constexpr = smem_copy_shape(tile_cfg, TENSOR_MAP.block_shape)
-    KEYS_PER_COPY: gl.constexpr = tile_cfg.MMA_KEYS // tile_cfg.COPIES_PER_BUFFER
+    KEYS_PER_ROW: gl.constexpr = keys_per_map_row(tile_cfg)
+    HEADS_PER_ROW: gl.constexpr = tile_cfg.KV_HEADS_PER_CTA // SMEM_SHAPE[-3]
     smem = reinterpret(smem_codes, smem_codes.dtype, SMEM_SHAPE, TENSOR_MAP.layout).index(i_copy_in_ring)
     if ROWS_PER_PAGE == 0:
         coords = [
             page_id,
-            page_slot // KEYS_PER_COPY,
-            first_head // (tile_cfg.HEADS_PER_CTA // SMEM_SHAPE[-3]),
+            page_slot // KEYS_PER_ROW,
+            first_head // HEADS_PER_ROW,
             0,
             0,
         ]  # a row may hold several heads (`pack_heads_into_swizzle_128b_rows`)
     elif len(SMEM_SHAPE) == 6:  # heads in groups (`tensor_maps._padded_heads_and_word_shift_per_head`)
-        coords = [(page_id * ROWS_PER_PAGE + page_slot) // KEYS_PER_COPY, first_head // SMEM_SHAPE[-3], 0, 0, 0]
+        coords = [(page_id * ROWS_PER_PAGE + page_slot) // KEYS_PER_ROW, first_head // SMEM_SHAPE[-3], 0, 0, 0]
     else:
-        coords = [
-            (page_id * ROWS_PER_PAGE + page_slot) // KEYS_PER_COPY,
-            first_head // (tile_cfg.HEADS_PER_CTA // SMEM_SHAPE[-3]), 0, 0,
-        ]  # fmt: skip
+        coords = [(page_id * ROWS_PER_PAGE + page_slot) // KEYS_PER_ROW, first_head // HEADS_PER_ROW, 0, 0]
     tma_load(TENSOR_MAP, coords, full_barrier, smem, enabled)
 
 
@@ -254,27 +269,35 @@ def start_scale_tile_copy(
     TENSOR_MAP, smem_scales, full_barrier, i_copy_in_ring, page_id, first_head, page_slot, enabled, IS_V: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
-    """Copies their stored scales. 16 scales of one head are 64 bytes and fill half of their 128-byte pitch."""
+    """Copies their stored scales. 16 scales of one head are 64 bytes and fill half of their 128-byte pitch.
+
+    With KEY_PARTS a copy may have other heads' scales beside the own (`layouts.load_scales_of_own_head`): coordinates
+    that are no multiple of 16 bytes are illegal.
+    """
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
     NUM_TILES: gl.constexpr = TENSOR_MAP.block_shape[0]
     SMEM_SHAPE: gl.constexpr = smem_copy_shape(
         tile_cfg, TENSOR_MAP.block_shape, SIDE.SCALE_SMEM_PITCH // SIDE.SCALE_COPY_BYTES
     )
-    KEYS_PER_COPY: gl.constexpr = tile_cfg.MMA_KEYS // tile_cfg.COPIES_PER_BUFFER
+    KEYS_PER_ROW: gl.constexpr = keys_per_map_row(tile_cfg)
     if SIDE.SCALE_KIND == "token_head":
         first_head = first_head // tile_cfg.HEAD_DIM_PARTS
+    first_word = first_head * SIDE.SCALE_WORDS
+    if tile_cfg.KEY_PARTS > 1:
+        COLUMNS: gl.constexpr = SIDE.SCALE_SMEM_SHAPE[3]
+        first_word = first_word // COLUMNS * COLUMNS
     smem = reinterpret(smem_scales, smem_scales.dtype, SMEM_SHAPE, TENSOR_MAP.layout).index(i_copy_in_ring)
     if SIDE.SCALE_SMEM_PITCH > SIDE.SCALE_COPY_BYTES:
         smem = smem.slice(0, NUM_TILES)
     if SIDE.SCALE_ROWS_PER_PAGE == 0:
         if SIDE.SCALE_ROWS_ARE_KEYS:
-            coords = [page_id, page_slot // KEYS_PER_COPY, 0, first_head * SIDE.SCALE_WORDS]
+            coords = [page_id, page_slot // KEYS_PER_ROW, 0, first_word]
         else:
-            coords = [page_id, page_slot // KEYS_PER_COPY, first_head, 0]
+            coords = [page_id, page_slot // KEYS_PER_ROW, first_head, 0]
     elif SIDE.SCALE_ROWS_ARE_KEYS:
-        coords = [(page_id * SIDE.SCALE_ROWS_PER_PAGE + page_slot) // KEYS_PER_COPY, 0, first_head * SIDE.SCALE_WORDS]
+        coords = [(page_id * SIDE.SCALE_ROWS_PER_PAGE + page_slot) // KEYS_PER_ROW, 0, first_word]
     else:
-        coords = [page_slot // KEYS_PER_COPY, page_id * SIDE.SCALE_ROWS_PER_PAGE + first_head, 0]
+        coords = [page_slot // KEYS_PER_ROW, page_id * SIDE.SCALE_ROWS_PER_PAGE + first_head, 0]
     tma_load(TENSOR_MAP, coords, full_barrier, smem, enabled)
 
 
@@ -330,21 +353,22 @@ def start_kv_block_copies_at_position(
 
 @gluon.constexpr_function
 def _query_cp_async_layout(tile_cfg, cfg, itemsize):
-    """Returns the layout of [heads, rows, columns]: a lane copies 16 bytes."""
+    """Returns the layout of [heads, rows, columns]: a lane copies 16 bytes. Key parts have one copy of a head's."""
     lanes = min(32, cfg.D * itemsize // 16)
+    heads = tile_cfg.KV_HEADS_PER_CTA
     return gl.BlockedLayout(
-        [1, 1, 16 // itemsize], [1, 32 // lanes, lanes], [tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, 1], [2, 1, 0]
-    )
+        [1, 1, 16 // itemsize], [1, 32 // lanes, lanes], [heads, tile_cfg.KEY_PARTS * tile_cfg.WARPS_PER_HEAD, 1],
+        [2, 1, 0],
+    )  # fmt: skip
 
 
 @gluon.jit
 def allocate_smem_prefetched_q_ring(Q, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Allocates a ring of queries [HEADS_PER_CTA, BLOCK_M, D]: of as many work tiles as may begin in the prefetched
-    n_blocks."""
+    """Allocates a ring of queries [KV_HEADS_PER_CTA, BLOCK_M, D]: of as many work tiles as may begin in the
+    prefetched n_blocks."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    return gl.allocate_shared_memory(
-        Q.dtype.element_ty, [tile_cfg.NUM_QUERY_STAGES, tile_cfg.HEADS_PER_CTA, cfg.BLOCK_M, cfg.D], LAYOUT
-    )
+    HEADS: gl.constexpr = tile_cfg.KV_HEADS_PER_CTA
+    return gl.allocate_shared_memory(Q.dtype.element_ty, [tile_cfg.NUM_QUERY_STAGES, HEADS, cfg.BLOCK_M, cfg.D], LAYOUT)
 
 
 @gluon.jit
@@ -370,7 +394,8 @@ def prefetch_query_at_tile_begin_and_count(
     Q, CU_SEQLENS_Q = tensors.Q, tensors.CU_SEQLENS_Q
     if (prefetch_pos.block < range_block_end) & (IS_FIRST_OF_RANGE | (prefetch_pos.n_block == 0)):
         L: gl.constexpr = _query_cp_async_layout(tile_cfg, cfg, Q.dtype.element_ty.primitive_bitwidth // 8)
-        h = first_head + gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+        HEADS: gl.constexpr = tile_cfg.KV_HEADS_PER_CTA
+        h = first_head + gl.arange(0, HEADS, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
         o_r = (
             prefetch_pos.m_block * cfg.BLOCK_M
             + gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
@@ -438,9 +463,15 @@ def wait_prefetched_query_operands_and_q_scales(
 ):
     """Loads prefetched query i_query from shared memory; returns as `rotate_to_query_operands_and_q_scales`."""
     async_copy.wait_group(0)
-    x = smem_prefetched_q.index(i_query % tile_cfg.NUM_QUERY_STAGES).load(
-        query_load_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, cfg.BLOCK_M, cfg.PACKED_K, tile_cfg.K.PACK)
+    L: gl.constexpr = query_load_layout(
+        tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, cfg.BLOCK_M, cfg.PACKED_K, tile_cfg.K.PACK
     )
+    smem_q = smem_prefetched_q.index(i_query % tile_cfg.NUM_QUERY_STAGES)
+    if tile_cfg.KEY_PARTS > 1:  # all parts load the same rows
+        x = smem_q.reshape([cfg.BLOCK_M, cfg.D]).load(gl.SliceLayout(0, L))[None, :, :]
+        x, _ = gl.broadcast(x, gl.full([tile_cfg.HEADS_PER_CTA, cfg.BLOCK_M, cfg.D], 0, gl.int32, L))
+    else:
+        x = smem_q.load(L)
     return rotate_to_query_operands_and_q_scales(x, smem_column_scales, cfg, tile_cfg)
 
 
@@ -452,7 +483,7 @@ def load_query_operands_and_q_scales(
     L: gl.constexpr = query_load_layout(
         tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, cfg.BLOCK_M, cfg.PACKED_K, tile_cfg.K.PACK
     )
-    h = first_head + gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    h = kv_heads_of_cta(first_head, gl.SliceLayout(1, gl.SliceLayout(2, L)), tile_cfg)[:, None, None]
     o_r = (
         work_tile.m_block * cfg.BLOCK_M
         + gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]

@@ -181,14 +181,17 @@ class TensorMapSpec(NamedTuple):
 
 
 def make_kv_and_scale_map_specs(
-    f: SimpleNamespace, heads_per_cta: int, keys_per_copy: int, shared_tiles: bool, head_dim_parts: int
-) -> tuple[list[TensorMapSpec], list[TensorMapSpec | None]]:
+    f: SimpleNamespace, heads_per_cta: int, keys_per_copy: int, shared_tiles: bool, head_dim_parts: int,
+    key_parts: int = 1,
+) -> tuple[list[TensorMapSpec], list[TensorMapSpec | None]]:  # fmt: skip
     """Returns the specs of K and V codes, and of stored scales that are copied, else None; a copy is `keys_per_copy`
     keys of `heads_per_cta` heads, or parts of heads: see `decode/config.facts_with_head_dim_parts_as_heads`."""
     codes = [kv_map_spec_or_none(x, heads_per_cta, keys_per_copy, head_dim_parts) for x in (f.k_cache, f.v_cache)]
     scales = [
         None
         if x is None or shared_tiles
+        else scale_map_spec_of_a_head_or_none(x, keys_per_copy, fmt.scale == BLOCK)
+        if key_parts > 1
         else scale_map_spec_or_none(
             x, num_scale_heads_of_head_parts(fmt, heads_per_cta, head_dim_parts), keys_per_copy, fmt.scale == BLOCK
         )
@@ -302,6 +305,14 @@ def scale_map_spec_or_none(
     return None if spec is None or (keys_per_copy < MMA_KEYS and spec.smem_copy_pitch_bytes() > spec.nbytes()) else spec
 
 
+def scale_map_spec_of_a_head_or_none(
+    scale_cache: Any, keys_per_copy: int, has_block_scales: bool
+) -> TensorMapSpec | None:
+    """Returns the spec of one head's stored scales, with those of as few heads beside it as make 16 bytes; or None."""
+    specs = (scale_map_spec_or_none(scale_cache, heads, keys_per_copy, has_block_scales) for heads in (1, 2, 4))
+    return next((spec for spec in specs if spec is not None), None)
+
+
 def _scale_map_spec_without_smem_pitch_check(
     scale_cache: Any, heads_per_cta: int, keys_per_copy: int, has_block_scales: bool
 ) -> TensorMapSpec | None:
@@ -356,10 +367,11 @@ def min_keys_per_copy(page_size: int) -> int:
 
 def make_kv_layout(
     fmt: KVFormat, codes: TensorMapSpec, scales: TensorMapSpec | None, rotation: Rotation, heads_per_cta: int,
-    num_stages: int, head_dim_parts: int,
+    num_stages: int, head_dim_parts: int, key_parts: int = 1,
 ) -> KVLayout:  # fmt: skip
     """Returns the KVLayout. Where copies have 8 keys, two copies form an MMA tile: codes are [halves, panels of a row,
-    heads, 8, packed], and stored scales, if rows are heads, [halves, heads, 8, …]."""
+    heads, 8, packed], and stored scales, if rows are heads, [halves, heads, 8, …]; with key parts see
+    `_with_key_parts`."""
     pack = 2 * fmt.values_per_element // fmt.storage.itemsize
     tiles_per_copy, (keys, words) = codes.tiles_per_copy, codes.box[-2:]
     rows = math.prod(codes.box) // (tiles_per_copy * keys * words)
@@ -374,6 +386,8 @@ def make_kv_layout(
         layout = replace(
             layout, PADDED_HEADS=codes.padded_heads, HEAD_SHIFT=row_size - codes.strides[2], ROW_PACKED=row_size
         )
+    if key_parts > 1:
+        return _with_key_parts(layout, fmt, codes, scales, num_stages, key_parts)
     if scales is None:
         return layout
     heads_per_cta = num_scale_heads_of_head_parts(fmt, heads_per_cta, head_dim_parts)
@@ -392,6 +406,39 @@ def make_kv_layout(
         SCALE_COPY_BYTES=scales.nbytes(),
         SCALE_SMEM_PITCH=scales.smem_copy_pitch_bytes(),
         SCALE_WORDS=words,
+        SCALE_ROWS_PER_PAGE=scales.rows_per_page,
+        SCALE_ROWS_ARE_KEYS=scales.rows_are_keys,
+    )
+
+
+def _with_key_parts(
+    layout: KVLayout, fmt: KVFormat, codes: TensorMapSpec, scales: TensorMapSpec | None, num_stages: int,
+    key_parts: int,
+) -> KVLayout:  # fmt: skip
+    """Returns the KVLayout of MMA tiles whose "heads" are parts of one head's keys, 16 each, in order of the keys.
+
+    A copy of all parts, or of several tiles of them, is in shared memory what it would be of key_parts heads. Several
+    copies that form a tile lie behind each other; if rows exceed 128 bytes, each has its panels: [copies, panels, parts
+    of a copy, 16, packed]. Stored scales: [parts, keys, words], of which the first 16 keys, where copies have a larger
+    pitch, count; words are those of as many heads as one copy has.
+    """
+    tiles_per_copy, (keys, words) = codes.tiles_per_copy, codes.box[-2:]
+    copies = max(key_parts // tiles_per_copy, 1)
+    num_tiles, panel = num_stages * max(tiles_per_copy // key_parts, 1), codes.swizzle // 2
+    shape: tuple[int, ...] = (num_tiles, key_parts, keys, words)
+    if copies > 1 and words > panel:
+        shape = (num_stages, copies, words // panel, tiles_per_copy, keys, panel)
+    layout = replace(layout, SMEM_SHAPE=shape)
+    if scales is None:
+        return layout
+    pitch, nbytes = scales.smem_copy_pitch_bytes(), scales.nbytes()
+    columns = nbytes // (4 * tiles_per_copy * keys)
+    return replace(
+        layout,
+        SCALE_SMEM_SHAPE=(num_tiles, key_parts, keys * pitch // nbytes, columns),
+        SCALE_COPY_BYTES=nbytes,
+        SCALE_SMEM_PITCH=pitch,
+        SCALE_WORDS=words * layout.PACK // 64 if fmt.scale == BLOCK else 1,
         SCALE_ROWS_PER_PAGE=scales.rows_per_page,
         SCALE_ROWS_ARE_KEYS=scales.rows_are_keys,
     )
