@@ -144,7 +144,7 @@ def _compile(fn, signature, constexprs, attrs, arch, options) -> dict[str, Any]:
         if "wgmma.mma_async" in texts["ptx"] and not fn.is_gluon():
             lost = descriptors.faults(out["sass"]())
             assert not lost, f"{compiled.metadata.name}: {lost}"
-        if arch >= 89 and re.search(r"cvt\S*\.e[45]m[23]x2\.", texts["ptx"]):
+        if arch in (89, 90) and re.search(r"cvt\S*\.e[45]m[23]x2\.", texts["ptx"]):
             half = merges.faults(out["sass"]())
             assert not half, f"{compiled.metadata.name}: {half}"
     return out

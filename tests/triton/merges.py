@@ -11,7 +11,7 @@ import re
 
 from descriptors import instructions
 
-_MERGE = re.compile(r"F2FP\.\S*\.PACK_AB_MERGE_C")
+_MERGE = re.compile(r"F2FP\.\S*_MERGE_C")
 
 
 def faults(sass: str) -> list[str]:
@@ -20,7 +20,7 @@ def faults(sass: str) -> list[str]:
     for i in instructions(sass):
         if _MERGE.match(i.op) and i.predicate is None:
             other = i.operands[-1].removesuffix(".reuse")
-            if other != "RZ" and not written.get(other, "").startswith(("F2FP", "PRMT", "IMAD", "MOV", "LDL")):
+            if other != "RZ" and not written.get(other, "").startswith("F2FP"):
                 out.append(f"{i.op} at {i.at:#x}: {other}, of {written.get(other, 'nothing')}")
         if i.operands and re.fullmatch(r"R\d+", i.operands[0]):
             written[i.operands[0]] = i.op

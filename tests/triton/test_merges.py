@@ -10,7 +10,13 @@ MERGE = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C"
 
 def test_the_other_half_is_a_conversion_before():
     assert faults(sass(f"{MERGE} R4, R8, R9, RZ ;\n{MERGE} R4, R10, R11, R4 ;\nEXIT ;")) == []
-    assert faults(sass(f"{MERGE} R5, R8, R9, RZ ;\nPRMT R6, R5, 0x7610, R6 ;\n{MERGE} R4, R10, R11, R6.reuse ;")) == []
+    assert faults(sass(f"{MERGE} R5, R8, R9, RZ ;\nPRMT R6, R5, 0x7610, R6 ;\n{MERGE} R4, R10, R11, R5.reuse ;")) == []
+
+
+def test_of_conversions_from_fp16_too():
+    merge = "F2FP.SATFINITE.E4M3.F16.UNPACK_B_MERGE_C"
+    lost = f"{merge} R10, R35, RZ ;\n{merge} R4, R3, R10 ;\nIMAD R8, R1, R2, R3 ;\n{merge} R2, R44, R8 ;"
+    assert faults(sass(lost)) == [f"{merge} at 0x30: R8, of IMAD"]
 
 
 def test_a_half_that_no_conversion_wrote_is_told():

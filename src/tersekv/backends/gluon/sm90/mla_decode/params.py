@@ -177,17 +177,20 @@ def mask_of_output_columns(m_row, o_d, cfg: gl.constexpr):
 @gluon.jit
 def load_query_chunk(
     p_row, m_row, FIRST_COLUMN: gl.constexpr, COLUMNS: gl.constexpr, ROW_COLUMNS: gl.constexpr, LAYOUT: gl.constexpr,
-    opaque_false=False,
+    HIDE_ZEROS: gl.constexpr = False,
 ):  # fmt: skip
     """Loads columns FIRST_COLUMN … of the query rows: [rows, COLUMNS]; 0 past a row's ROW_COLUMNS.
 
-    opaque_false: a False that the compiler does not know, where the columns become e4m3: of four values that it knows
-    to be equal ptxas 12.8 converts two, and takes for the others whatever the register held.
+    HIDE_ZEROS: from the compiler, where the columns become e4m3. Of four values that it knows to be equal ptxas 12.8
+    converts two, and takes for the others whatever a register held.
     """
     o_d = FIRST_COLUMN + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     mask = m_row[:, None]
     if FIRST_COLUMN + COLUMNS > ROW_COLUMNS:
-        mask = mask & ((o_d < ROW_COLUMNS) | opaque_false)[None, :]
+        is_column = (o_d < ROW_COLUMNS)[None, :]
+        if HIDE_ZEROS:
+            is_column = is_column | (p_row.to(gl.int64) < 0)[:, None]  # no address is
+        mask = mask & is_column
     return gl.load(p_row[:, None] + o_d[None, :], mask=mask, other=0.0)
 
 
