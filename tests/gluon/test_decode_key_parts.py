@@ -73,7 +73,8 @@ def test_short_requests_compile(fmt, head_dim):
     ],
     ids=str,
 )  # fmt: skip
-def test_compiles_with(fmt, options):
+def test_compiles_with(monkeypatch, fmt, options):
+    monkeypatch.setattr(decode_tune, "uses_key_parts", lambda f, tile_config: True)
     compiled_with_parts(call_of(fmt, **SHORT | options))
 
 
@@ -98,15 +99,18 @@ def test_longer_requests_are_split(monkeypatch, fmt, options):
         ({"requests": 40, "max_pages": 4}, 4),
         ({"requests": 40, "max_pages": 16}, 4),
         ({"requests": 40, "max_pages": 17}, 1),  # longer
-        ({"requests": 49, "max_pages": 4}, 4),
-        ({"requests": 50, "max_pages": 4}, 1),  # more CTAs than run at once
-        ({"requests": 13, "max_pages": 4}, 4),
-        ({"requests": 12, "max_pages": 4}, 1),  # fewer than SMs
+        ({"requests": 49, "max_pages": 8}, 4),
+        ({"requests": 50, "max_pages": 8}, 1),  # more CTAs than run at once
+        ({"requests": 53, "max_pages": 4}, 4),  # which counts less with very short requests
+        ({"requests": 54, "max_pages": 4}, 1),
+        ({"requests": 13, "max_pages": 8}, 4),
+        ({"requests": 12, "max_pages": 8}, 1),  # fewer than SMs
+        ({"requests": 4, "max_pages": 4}, 4),
+        ({"requests": 3, "max_pages": 4}, 1),
         ({"requests": 40, "max_pages": 4, "group": 16}, 4),
         ({"requests": 40, "max_pages": 4, "group": 8, "drafts": 4}, 1),  # 32 rows
         ({"requests": 40, "max_pages": 4, "head_dim": 512, "heads": 4}, 1),
         ({"requests": 40, "max_pages": 4, "page_size": 24}, 1),
-        ({"requests": 40, "max_pages": 16, "page_size": 16}, 4),
     ],
     ids=str,
 )
@@ -114,13 +118,24 @@ def test_requests_that_are_short_and_fill_the_gpu_once(options, parts):
     assert parts == config_of(call_of("fp8_e4m3", **options)).shape.KEY_PARTS
 
 
+@pytest.mark.parametrize(
+    ("fmt", "page_size", "parts"),
+    [("fp8_e4m3", 32, 4), ("fp8_e4m3", 16, 1), ("int8_per_token_head", 32, 1), ("int4_per_token_head", 16, 1),
+     ("nvfp4", 128, 4), ("bf16", 16, 4)],
+)  # fmt: skip
+def test_pages_that_are_few_copies(fmt, page_size, parts):
+    call = call_of(fmt, requests=40, max_pages=512 // page_size, page_size=page_size)
+    assert parts == config_of(call).shape.KEY_PARTS
+
+
 def test_rows_as_they_are():
     assert config_of(turned(call_of("fp8_e4m3", **SHORT), "v", "")).shape.KEY_PARTS == 1
     assert config_of(of_sizes("fp8_e4m3", 96, 96, **SHORT)).shape.KEY_PARTS == 1
 
 
-def test_a_copy_of_one_head_is_a_tile_of_four_parts():
+def test_a_copy_of_one_head_is_a_tile_of_four_parts(monkeypatch):
     """64 keys, or as many as lie in one page; stored scales of as few heads as make 16 bytes."""
+    monkeypatch.setattr(decode_tune, "uses_key_parts", lambda f, tile_config: True)
 
     def specs(fmt, **options):
         config = config_of(call_of(fmt, **SHORT | options))

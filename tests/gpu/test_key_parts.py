@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tersekv.backends.gluon.sm90.decode import config as decode_tune
-from tersekv.dispatch import plan
+from tersekv.dispatch import launch_cache, plan
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 from tersekv.testing.verify import PASSED, run
@@ -21,11 +21,11 @@ LENS = (70, 1, 0, 400, 129, 64, 17, 300, 63, 65, 16, 128, 5, 255, 512, 48)  # of
 
 
 def forget_plans() -> None:
-    plan._plans.clear()
-    plan._recent.clear()
+    for cache in (plan._plans, plan._recent, launch_cache._recent, launch_cache._launches):
+        cache.clear()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def everywhere(monkeypatch):
     """As if it paid everywhere: plans are made anew."""
     monkeypatch.setattr(decode_tune, "uses_key_parts", lambda f, tile_config: True)
@@ -102,7 +102,7 @@ def test_heads_and_scales_lie_in_any_way(fmt, options):
     ],
     ids=str,
 )
-def test_options(everywhere, fmt, options):
+def test_options(fmt, options):
     if options.get("scale") == "head" and fmt not in ("fp8_e4m3", "fp8_e5m2"):
         pytest.skip("only formats with a scale of the tensor have one a head")
     if fmt == "bf16" and options.get("dtype") == "float16":
@@ -124,7 +124,7 @@ def test_options(everywhere, fmt, options):
     ],
     ids=str,
 )
-def test_longer_requests_are_split(everywhere, fmt, options):
+def test_longer_requests_are_split(fmt, options):
     """Splits of their results are combined as those of other CTAs are."""
     passes(fmt, unsplit=False, **options)
     again = make(Case("decode", fmt.split("/")[0], "key parts", page=64, heads=2, dim=128, lens=(3000, 17)), "cuda")

@@ -98,7 +98,8 @@ def choose_config(f: SimpleNamespace) -> MLADecodeConfig:
     fp8_e4m3, 32 heads: two CTAs of 32 rows 188 µs, with an e4m3 query 165; one CTA with two alternating warpgroups 182
     and 161, but 60 requests of up to 1024 43 for 34; three_warpgroups with 64 rows, half of them padding, 254 and 197.
     Few tiles of 32 heads are not compute-bound, and go in two blocks of 16 rows: 1 × 8K 15.7 → 12.0 µs, 4 × 4K
-    19.6 → 13.5, 16 × 8K 42.5 → 38.9, but 64 × 4K 63.8 → 67.1; fp8_ds_mla 18.8 → 14.1, 21.4 → 16.4, 50.2 → 47.8.
+    19.6 → 13.5, 16 × 8K 42.5 → 38.9, but 64 × 4K 63.8 → 67.1; fp8_ds_mla 18.8 → 14.1, 21.4 → 16.4, 50.2 → 47.8, and 41
+    of up to 4260 (2026-11-28) 70.3 → 50.5.
 
     Lists of 16 heads, H100, 128 × 2048: two alternating warpgroups of one CTA, so that more tiles are in flight,
     fp8_ds_mla 95 → 86 µs, fp8_e4m3 79 → 72; 100 × 2048 88 → 82.
@@ -119,7 +120,11 @@ def choose_config(f: SimpleNamespace) -> MLADecodeConfig:
         )
     if rows <= 16 and f.indices is not None and max_total_blocks(f) >= 8 * launch.num_sms(f):
         return MLADecodeConfig(block_m=16, num_stages=4 if has_group_scales else 5, num_consumers=2)
-    if 16 < rows <= 32 and heads % 2 == 0 and max_total_blocks(f) <= 16 * launch.num_sms(f):
+    if (
+        16 < rows <= 32
+        and heads % 2 == 0
+        and max_total_blocks(f) <= (24 if has_group_scales else 16) * launch.num_sms(f)
+    ):
         return MLADecodeConfig(block_m=16, num_stages=stages, ctas_per_sm=2, heads_per_block=heads // 2)
     if rows <= 16 or (rows <= 32 and not has_group_scales):
         return MLADecodeConfig(block_m=16 if rows <= 16 else 32, num_stages=stages, ctas_per_sm=2)

@@ -20,8 +20,8 @@ LARGE_CACHE_KEYS = 2**17  # keys of the page table, from which on 32 rows go to 
 KEY_PARTS = 4  # of 16 keys of an MMA tile each
 KEY_PARTS_TILES = 1  # MMA tiles of an n_block
 KEY_PARTS_MAX_KEYS = 1024  # of a page table row: longer requests go by heads, one warp each
-KEY_PARTS_MIN_CTAS_PER_SM = 0.75  # requests × KV heads: fewer are split
-KEY_PARTS_MAX_CTAS_PER_SM = 3  # more do not run at once
+KEY_PARTS_CTAS_PER_SM = 0.75, 3  # requests × KV heads: fewer are split, more do not run at once
+KEY_PARTS_VERY_SHORT_KEYS, KEY_PARTS_VERY_SHORT_CTAS_PER_SM = 256, (0.2, 3.25)
 KEY_PARTS_MAX_STAGES = 4
 MAX_ROWS_16BIT = 16  # up to which it is faster than Triton's: 32 rows of bf16, 64 × 8K, 522 against 515 µs
 
@@ -246,10 +246,19 @@ def uses_key_parts(f: SimpleNamespace, tile_config: TileConfig) -> bool:
     """Returns whether the warps of a CTA divide the keys of one head: requests are short, and fill the GPU about once.
 
     tile_config: what is chosen otherwise
+
+    H200, 2026-11-28, µs, by heads → here: fp8 19 × 485, 64/8 heads: 13.2 → 8.9; 42 × 923, pages of 32: 33.8 → 25.1;
+    4 × 256, 32/8 heads: 6.7 → 4.6; int8 32 × 200: 12.4 → 9.6; int4 96 of up to 284, 28/4 heads: 12.7 → 10.2. More CTAs
+    than run at once: fp8 64 × 500: 20.4 → 23.7. Small pages are many copies: int8 16 × 1000, pages of 16: 16.1 → 21.9.
     """
     ctas_per_sm = f.seq_lens.shape[0] * f.k_cache.shape[2] / launch.num_sms(f)
-    is_short = f.page_table.shape[1] * f.k_cache.shape[1] <= KEY_PARTS_MAX_KEYS
-    return is_short and KEY_PARTS_MIN_CTAS_PER_SM <= ctas_per_sm <= KEY_PARTS_MAX_CTAS_PER_SM
+    page, max_keys = f.k_cache.shape[1], f.page_table.shape[1] * f.k_cache.shape[1]
+    has_stored_scales = f.k_scale_cache is not None or f.v_scale_cache is not None
+    if page % 64 and (has_stored_scales or (page % 32 and f.k_cache.dtype.itemsize == 1)):
+        return False
+    is_very_short = max_keys <= KEY_PARTS_VERY_SHORT_KEYS
+    fewest, most = KEY_PARTS_VERY_SHORT_CTAS_PER_SM if is_very_short else KEY_PARTS_CTAS_PER_SM
+    return max_keys <= KEY_PARTS_MAX_KEYS and fewest <= ctas_per_sm <= most
 
 
 def can_have_key_parts(f: SimpleNamespace, block_m: int) -> bool:
