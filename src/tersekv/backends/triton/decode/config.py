@@ -92,7 +92,12 @@ def _one_warp_4bit_tile_config(f: SimpleNamespace, group: int) -> TileConfig:
     )
     scratch = 4096 + t.block_n * launch.next_power_of_2(width) * 2
     programs = launch.shared_memory_bytes_per_cta(f) // (t.num_stages * stage + scratch)
-    return t._replace(programs_per_sm=max(1, min(t.programs_per_sm, programs)))
+    t = t._replace(programs_per_sm=max(1, min(t.programs_per_sm, programs)))
+    if t.max_registers and any(
+        x is not None for x in (f.k_signs, f.v_signs, f.k_channel_scale, f.v_channel_scale)
+    ):  # as many as these programs leave: 168 spill where queries and outputs are rotated
+        t = t._replace(max_registers=min(224, 65536 // (32 * t.programs_per_sm) // 8 * 8))
+    return t
 
 
 def _shrink_to_fit_shared_memory(tile: TileConfig, f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
