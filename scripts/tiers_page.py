@@ -48,7 +48,7 @@ def transcode() -> str:
 
 
 def records() -> str:
-    told = kept("h100_page_records.json")
+    told = kept("h200_page_records.json")
     rows = []
     for name, r in told["formats"].items():
         shares = [f"{r[f'{w}_gb_s']:.1f} ({r[f'{w}_gb_s'] / r[f'{w}_link_gb_s']:.2f})" for w in ("export", "import")]
