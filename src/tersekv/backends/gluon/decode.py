@@ -227,7 +227,7 @@ def configure(f: SimpleNamespace) -> Config:
     )  # fmt: skip
     num_splits, num_rows = ranges // max(requests, 1) + 2, cta_heads * valid_rows
     combine_tile = choose_combine_rows_splits_columns(num_splits, num_rows, partial_columns)
-    tiles = m_blocks, valid_rows, *combine_tile, *fused_tile, unsplit
+    tiles = m_blocks, valid_rows, *combine_tile, *fused_tile, unsplit, tuned.key_parts
     shape = _make_tile_config(f, tuned, k, v, kv_specs[0], (cta_heads, f.head_dim_parts), tiles)
     tensor_map_specs = dict(zip(("K", "V", "K_SCALES", "V_SCALES"), (*kv_specs, *scales), strict=True))
     grid = requests * m_blocks * groups, -(-num_rows // combine_tile[0]) * (partial_columns // combine_tile[2])
@@ -333,5 +333,5 @@ def _make_tile_config(
         f.q.shape[2],
         num_prefetched_query_stages(f, tuned, heads_per_cta),
         tuned.converted_stages,
-        k_layout, v_layout, *m_blocks_and_combine_tiles, KEY_PARTS=tuned.key_parts,
+        k_layout, v_layout, *m_blocks_and_combine_tiles,
     )  # fmt: skip

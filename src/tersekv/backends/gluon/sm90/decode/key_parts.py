@@ -47,7 +47,7 @@ def combine_key_parts(state, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     for i in gl.static_range(gl.constexpr(cfg.PACK)):
         x = gl.convert_layout(state.acc_o[i].permute([0, 2, 1]), C)
         acc_o = acc_o + (gl.sum(x * rescale[:, :, None], 0),)
-    ROW: gl.constexpr = gl.SliceLayout(1, acc_o[0].type.layout)
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, C))
     return SoftmaxState(
         gl.convert_layout(total_max, ROW, assert_trivial=True),
         gl.convert_layout(gl.sum(row_sum * rescale, 0), ROW, assert_trivial=True),

@@ -277,13 +277,12 @@ def _linear_layout_with_heads_axis_split(linear, shape, HEAD_DIM_PARTS):
 def load_token_scales(smem, LAYOUT: gl.constexpr, tile_cfg: gl.constexpr):
     """Loads the token scales of an MMA tile: [HEADS_PER_CTA, MMA_KEYS]. Parts of a head's columns have the same."""
     PARTS: gl.constexpr = tile_cfg.HEAD_DIM_PARTS
+    SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS]
     if tile_cfg.KEY_PARTS > 1:
-        SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS]
         return load_scales_of_own_head(smem, LAYOUT, SHAPE, 1, 1, tile_cfg)
     elif PARTS == 1:
         return smem.load(LAYOUT)
     else:
-        SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS]
         L: gl.constexpr = _linear_layout_with_heads_axis_split(gl.to_linear_layout(LAYOUT, SHAPE), SHAPE, PARTS)
         x = smem.load(gl.SliceLayout(1, L))
         x, _ = gl.broadcast(x[:, None, :], gl.full([SHAPE[0] // PARTS, PARTS, SHAPE[1]], 0, x.dtype, L))

@@ -133,8 +133,9 @@ def smem_codes_of_mma_tile(smem_codes, i_tile_in_ring, CODE_WORDS_PER_ROW: gl.co
     tile = smem_codes.index(i_tile_in_ring)
     if tile_cfg.KEY_PARTS > 1:
         if len(tile.shape) == 5:  # [copies, panels, parts of a copy, 16, packed]
-            SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, CODE_WORDS_PER_ROW]
-            tile = tile.permute([0, 2, 3, 1, 4]).reshape(SHAPE)
+            tile = tile.permute([0, 2, 3, 1, 4]).reshape(
+                [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, CODE_WORDS_PER_ROW]
+            )
     elif tile_cfg.COPIES_PER_BUFFER == 2:  # [halves, panels, rows, 8, packed]
         SHAPE: gl.constexpr = [tile.shape[2], tile_cfg.MMA_KEYS, tile.shape[1] * tile.shape[4]]
         tile = tile.permute([2, 0, 3, 1, 4]).reshape(SHAPE)
