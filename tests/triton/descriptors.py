@@ -64,7 +64,7 @@ def _is_xor(i: Instruction) -> bool:
 
 def _touches(i: Instruction, registers: set[str]) -> bool:
     def named(operand: str) -> set[str]:
-        n = 4 if operand.startswith("gdesc") else _words(i.op)
+        n = 4 if operand.startswith("gdesc") else words(i.op)
         found = re.findall(r"(U?R)(\d+)", operand)
         return {f"{kind}{int(first) + k}" for kind, first in found for k in range(n)}
 
@@ -74,7 +74,7 @@ def _touches(i: Instruction, registers: set[str]) -> bool:
 def _written(code: list[Instruction], start: int) -> list[str]:
     body = takewhile(lambda i: not i.op.startswith("RET"), dropwhile(lambda i: i.at != start, code))
     firsts = [(i, _REGISTER.fullmatch(i.operands[0])) for i in body if i.operands]
-    return sorted({r for i, first in firsts if first for r in _following(first[0], _words(i.op))})
+    return sorted({r for i, first in firsts if first for r in following(first[0], words(i.op))})
 
 
 def faults(sass: str) -> list[str]:
@@ -167,7 +167,7 @@ def _results(i: Instruction, known: Known) -> list[int | None] | None:
     """What an instruction puts into its first register and the next ones; None: it is not among those followed."""
     x = [o for o in i.operands[1:] if not re.fullmatch(r"!?U?P[T\d]", o)]
     if i.op.startswith("LDL"):
-        return [known.get(word) for word in _stack(x[0], _words(i.op))] or None
+        return [known.get(word) for word in _stack(x[0], words(i.op))] or None
     if i.op in _MOVES:
         return [_sum(x[-1:], known)]
     if i.op.startswith("CS2R"):
@@ -191,11 +191,11 @@ def _step(i: Instruction, known: Known) -> None:
             known.pop(register, None)
         return
     if i.op.startswith("STL"):
-        put = _stack(i.operands[0], _words(i.op))
+        put = _stack(i.operands[0], words(i.op))
         if not put:  # somewhere
             for name in [k for k in known if k.startswith("[")]:
                 del known[name]
-        _set(put, [_value(r, known) for r in _following(i.operands[1], len(put))], i.predicate, known)
+        _set(put, [_value(r, known) for r in following(i.operands[1], len(put))], i.predicate, known)
         return
     if i.op == "SWAP":
         a, b = i.operands
@@ -208,8 +208,8 @@ def _step(i: Instruction, known: Known) -> None:
     results = _results(i, known)
     if results is None:
         product = _PRODUCT.match(i.op)
-        results = [None] * (int(product[1]) // 2 if product else _words(i.op))
-    _set(_following(first[0], len(results)), results, i.predicate, known)
+        results = [None] * (int(product[1]) // 2 if product else words(i.op))
+    _set(following(first[0], len(results)), results, i.predicate, known)
 
 
 def _set(names: list[str], values: list[int | None], predicate: str | None, known: Known) -> None:
@@ -220,12 +220,12 @@ def _set(names: list[str], values: list[int | None], predicate: str | None, know
             known[name] = x
 
 
-def _words(op: str) -> int:
+def words(op: str) -> int:
     """Registers that an instruction writes, or the most that it may."""
     return 4 if "128" in op else 2 if re.search(r"64|WIDE", op) else 1
 
 
-def _following(register: str, n: int) -> list[str]:
+def following(register: str, n: int) -> list[str]:
     """A register and those after it; of the one that is always 0, itself."""
     name, number = re.match(r"(U?R)(\d+|Z)", register).groups()
     return [register.removesuffix(".reuse") if number == "Z" else f"{name}{int(number) + k}" for k in range(n)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from descriptors import instructions
+from descriptors import following, instructions, words
 
 _MERGE = re.compile(r"F2FP\.\S*_MERGE_C")
 
@@ -20,8 +20,8 @@ def faults(sass: str) -> list[str]:
     for i in instructions(sass):
         if _MERGE.match(i.op) and i.predicate is None:
             other = i.operands[-1].removesuffix(".reuse")
-            if other != "RZ" and not written.get(other, "").startswith("F2FP"):
+            if other != "RZ" and not _MERGE.match(written.get(other, "")):
                 out.append(f"{i.op} at {i.at:#x}: {other}, of {written.get(other, 'nothing')}")
         if i.operands and re.fullmatch(r"R\d+", i.operands[0]):
-            written[i.operands[0]] = i.op
+            written |= dict.fromkeys(following(i.operands[0], words(i.op)), i.op)
     return out

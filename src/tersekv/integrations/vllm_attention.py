@@ -323,10 +323,13 @@ class TersekvImpl(AttentionImpl):
 
     def _compile_early(self, layer: Any, act_dtype: torch.dtype, config: Any) -> None:
         """For pages as they will be, if nothing but the layer and the configuration decides on them."""
-        limits, model, size = limits_of(config), config.model_config, config.cache_config.block_size
+        limits, model = limits_of(config), config.model_config
+        if limits is None or model is None or config.kv_transfer_config is not None:
+            return
+        size = config.cache_config.block_size
         is_plain = act_dtype.itemsize == 2 and getattr(layer, "head_size_v", None) in (None, self.head_size)
         is_plain = is_plain and not model.is_hybrid
-        if limits is None or not size or not is_plain or config.kv_transfer_config is not None:
+        if not size or not is_plain:
             return
         shape = pages_shape(2, size, self.num_kv_heads, self.head_size, self.kv_cache_dtype)
         dtype = act_dtype if self.kv_cache_dtype == "auto" else FORMATS[self.kv_cache_dtype].dtype

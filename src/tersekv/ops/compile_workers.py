@@ -17,9 +17,9 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -133,10 +133,19 @@ def _num_cores() -> int:
 
 def _run_workers(job: bytes, processes: int, folder: Path) -> Compiled:
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="tersekv-compile-") as room, ThreadPoolExecutor(processes) as threads:
+    results: list[list[dict]] = [[] for _ in range(processes)]
+    with tempfile.TemporaryDirectory(prefix="tersekv-compile-") as room:
         (Path(room) / "job").write_bytes(job)
-        work = partial(_run_worker, Path(room), processes, folder)
-        results = [*threads.map(work, range(processes))]
+
+        def run(i: int) -> None:
+            results[i] = _run_worker(Path(room), processes, folder, i)
+
+        # Daemons, unlike an executor's: a program that ends meanwhile does not wait for them.
+        threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(processes)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     kernels = [(line["kernel"], line["seconds"]) for lines in results for line in lines if "kernel" in line]
     failed = dict.fromkeys(line["failed"] for lines in results for line in lines if "failed" in line)
     return Compiled(kernels, [*failed], time.perf_counter() - start, processes)

@@ -4,12 +4,13 @@
 A CTA has HEADS_PER_CTA × WARPS_PER_HEAD warps for HEADS_PER_CTA KV heads and processes one CTA range of n_blocks
 (`parts/tile_scheduler`), each in NUM_MMA_TILES tiles of MMA_KEYS keys. Tensor copies fill a ring of stages
 (`producer`), all heads of an n_block at once, stored scales included; a small query is prefetched with the first
-n_block of its work tile. Warps synchronize only before a stage is refilled: the MMAs are mma.sync, whose operands each
-warp holds itself (`layouts`). With LARGE_M a CTA has one head, whose rows share the dequantized tiles (`shared_tiles`).
+n_block of its work tile. In the main loop warps synchronize only before a stage is refilled: the MMAs are mma.sync,
+whose operands each warp holds itself (`layouts`). With LARGE_M a CTA has one head, whose rows share the dequantized
+tiles (`shared_tiles`).
 
-With KEY_PARTS a CTA has one head, and its HEADS_PER_CTA "heads" are parts of the keys: MMA tile j of an n_block is
-16 keys of each part, those of part p from key 16 (KEY_PARTS j + p) of the n_block on. Each part has a softmax of its
-own; they are combined in shared memory at the end of a work tile (`key_parts`).
+With KEY_PARTS a CTA has one head of one request, and parts of its keys take the place of heads: MMA tile j of an
+n_block is 16 keys of each part, those of part p from key 16 (KEY_PARTS j + p) of the n_block on. Each part has a
+softmax of its own; they are combined in shared memory at the end of a work tile (`key_parts`).
 
 Mask: `compute_masked_log2_scores_of_mma_tile`. Free stage: the barrier before `start_kv_block_copies_at_position`.
 Rescale: `mainloop_step` or `mainloop_step_lazy_rescale`. Combine: `combine`. With LARGE_M: see `shared_tiles`.
@@ -787,12 +788,9 @@ def decode_small_m_or_shared_tiles_kernel(
                     store_unsplit_output_and_lse(
                         tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)  # fmt: skip
             else:
-                rows_left = work_tile.seqlen_q * cfg.GROUP - row_begin
-                if tile_cfg.KEY_PARTS > 1:
-                    key_parts.store_partial_acc_max_and_sum(SPLIT_WORKSPACE, partial_slot, state, rows_left, cfg)
-                else:
-                    store_partial_acc_max_and_sum(
-                        SPLIT_WORKSPACE, partial_slot, state, first_head, rows_left, cfg, tile_cfg)  # fmt: skip
+                gl.static_assert(tile_cfg.KEY_PARTS == 1)
+                store_partial_acc_max_and_sum(SPLIT_WORKSPACE, partial_slot, state, first_head,
+                                              work_tile.seqlen_q * cfg.GROUP - row_begin, cfg, tile_cfg)  # fmt: skip
                 if tile_cfg.FUSED_COMBINE_ROWS > 0:
                     arrive_and_combine_in_levels_if_last(tensors, scales, strides, splits, maybe_uninit_counter,
                                                          first_head, work_tile, cfg, tile_cfg)  # fmt: skip

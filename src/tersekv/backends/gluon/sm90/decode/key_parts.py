@@ -96,17 +96,3 @@ def store_output_and_lse(
     m_row = gl.convert_layout(m_row, ROW_O, assert_trivial=True)
     p_out = OUT + o_row[:, None] + gl.arange(0, cfg.PACK * cfg.PACKED_V, gl.SliceLayout(0, O))[None, :]
     gl.store(p_out, cast_output_saturating_fp8(x, OUT, cfg), mask=m_row[:, None])
-
-
-@gluon.jit
-def store_partial_acc_max_and_sum(SPLIT_WORKSPACE, partial_slot, state, num_q_rows_left, cfg: gl.constexpr):
-    """Stores the partial result of a split work tile, as `kernel.store_partial_acc_max_and_sum` does."""
-    ROW: gl.constexpr = state.row_max.type.layout
-    o_r = gl.arange(0, cfg.BLOCK_M, ROW)
-    p_row = SPLIT_WORKSPACE + (partial_slot.to(gl.int64) * cfg.BLOCK_M + o_r) * cfg.PARTIAL_COLUMNS
-    m_row = o_r < num_q_rows_left
-    o_d = gl.arange(0, cfg.PACKED_V, gl.SliceLayout(0, state.acc_o[0].type.layout))
-    for j in gl.static_range(gl.constexpr(cfg.PACK)):
-        gl.store(p_row[:, None] + (j * cfg.BLOCK_DV + o_d)[None, :], state.acc_o[j], mask=m_row[:, None])
-    gl.store(p_row + cfg.PARTIAL_COLUMNS - 2, state.row_max, mask=m_row)
-    gl.store(p_row + cfg.PARTIAL_COLUMNS - 1, state.row_sum, mask=m_row)

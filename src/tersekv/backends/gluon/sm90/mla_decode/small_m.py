@@ -128,9 +128,9 @@ def store_query_columns_e4m3_and_return_q_scale(
     p_q_nope = tensors.Q_NOPE + tokens * strides.q_nope_t + heads * strides.q_nope_h
     p_q_pe = tensors.Q_PE + tokens * strides.q_pe_t + heads * strides.q_pe_h
     # All loads are in flight before the first is used.
-    q_pe_rows, chunks = load_query_chunk(p_q_pe, m_row, 0, WIDTH_PE, rope_columns(cfg), L, True), ()
+    q_pe_rows, chunks = load_query_chunk(p_q_pe, m_row, 0, WIDTH_PE, rope_columns(cfg), L, HIDE_ZEROS=True), ()
     for i in gl.static_range(CHUNKS):
-        chunks = chunks + (load_query_chunk(p_q_nope, m_row, i * WIDTH, WIDTH, cfg.DV, L, True),)
+        chunks = chunks + (load_query_chunk(p_q_nope, m_row, i * WIDTH, WIDTH, cfg.DV, L, HIDE_ZEROS=True),)
     inv_scale = gl.full([cfg.BLOCK_M], 1.0, gl.float32, gl.SliceLayout(1, L))
     q_scale = inv_scale
     if Q_TERMS == 2:

@@ -172,8 +172,8 @@ def load_query_row_chunks(tensors, q_block, strides, first_row, NUM_ROWS: gl.con
     p_q_pe = tensors.Q_PE + tokens * strides.q_pe_t + heads * strides.q_pe_h
     chunks = ()
     for i in gl.static_range(CHUNKS):
-        chunks = chunks + (load_query_chunk(p_q_nope, m_row, i * WIDTH, WIDTH, cfg.DV, L, True),)
-    return chunks + (load_query_chunk(p_q_pe, m_row, 0, ROPE_COLUMNS, rope_columns(cfg), L, True),)
+        chunks = chunks + (load_query_chunk(p_q_nope, m_row, i * WIDTH, WIDTH, cfg.DV, L, HIDE_ZEROS=True),)
+    return chunks + (load_query_chunk(p_q_pe, m_row, 0, ROPE_COLUMNS, rope_columns(cfg), L, HIDE_ZEROS=True),)
 
 
 @gluon.jit
