@@ -10,8 +10,12 @@ import tersekv
 from tersekv.backends.host import launch
 
 HQ, H, D, S = 32, 8, 128, 64
-# (format, requests, longest): few splits, in 8 and in 4 bits; one request a CTA, in 8 and in 4 bits
-KINDS = (("fp8_e4m3", 24, 3000), ("nvfp4", 100, 2000), ("fp8_e4m3", 200, 380), ("int4_per_token_head", 130, 300))
+# (format, requests, longest): few splits, in 8 and in 4 bits; one request a CTA, in 8 and in 4 bits; one head of one
+# request, whose keys the warps divide
+KINDS = (
+    ("fp8_e4m3", 24, 3000), ("nvfp4", 100, 2000), ("fp8_e4m3", 200, 380), ("int4_per_token_head", 130, 300),
+    ("int8_per_token_head", 40, 500),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}x{kind[2]}")
