@@ -46,7 +46,7 @@ def facts_with_parts(call: AttentionCall):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("fmt", [*FORMATS, *PAIRS])
 def test_short_requests_compile(monkeypatch, fmt, head_dim):
-    monkeypatch.setattr(decode_tune, "uses_key_parts", lambda f, tile_config: True)
+    monkeypatch.setattr(decode_tune, "uses_key_parts", lambda f: True)
     compiled_with_parts(call_of(fmt, head_dim=head_dim, **SHORT))
 
 
@@ -80,7 +80,7 @@ def options_as_id(x):
     ids=options_as_id,
 )  # fmt: skip
 def test_compiles_with(monkeypatch, fmt, options):
-    monkeypatch.setattr(decode_tune, "uses_key_parts", lambda f, tile_config: True)
+    monkeypatch.setattr(decode_tune, "uses_key_parts", lambda f: True)
     compiled_with_parts(call_of(fmt, **SHORT | options))
 
 
@@ -125,9 +125,9 @@ def test_pages_that_are_few_copies(fmt, page_size, parts):
     assert parts == config_of(call).shape.KEY_PARTS
 
 
-@pytest.mark.parametrize(("requests", "parts"), [(24, 4), (25, 1)])
-def test_where_one_cta_runs_at_once(requests, parts):
-    call = call_of("bf16", head_dim=256, group=16, requests=requests, max_pages=8)
+@pytest.mark.parametrize(("fmt", "group", "parts"), [("int4_per_token_head", 8, 4), ("bf16", 16, 1)])
+def test_heads_of_256_of_which_two_ctas_run_at_once(fmt, group, parts):
+    call = call_of(fmt, head_dim=256, group=group, requests=24, max_pages=8)
     assert parts == config_of(call).shape.KEY_PARTS
 
 
@@ -138,12 +138,17 @@ def test_rows_as_they_are():
 
 def test_a_copy_of_one_head_is_a_tile_of_four_parts(monkeypatch):
     """64 keys, or as many as lie in one page; stored scales of as few heads as make 16 bytes."""
-    monkeypatch.setattr(decode_tune, "uses_key_parts", lambda f, tile_config: True)
+    monkeypatch.setattr(decode_tune, "uses_key_parts", lambda f: True)
 
     def specs(fmt, **options):
         config = config_of(call_of(fmt, **SHORT | options))
-        boxes = {name: spec.box for name, spec in config.tensor_map_specs.items()}
-        return boxes["K"], boxes.get("K_SCALES"), config.shape.K.SMEM_SHAPE[1:], config.shape.K.SCALE_SMEM_SHAPE[1:]
+        box_dims = {name: spec.box for name, spec in config.tensor_map_specs.items()}
+        return (
+            box_dims["K"],
+            box_dims.get("K_SCALES"),
+            config.shape.K.SMEM_SHAPE[1:],
+            config.shape.K.SCALE_SMEM_SHAPE[1:],
+        )
 
     assert specs("fp8_e4m3") == ([4, 1, 16, 64], None, (4, 16, 64), ())
     assert specs("fp8_e4m3", page_size=16, max_pages=16) == ([1, 1, 16, 64], None, (4, 16, 64), ())

@@ -28,7 +28,7 @@ def forget_plans() -> None:
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch):
     """As if it paid everywhere: plans are made anew."""
-    monkeypatch.setattr(decode_tune, "uses_key_parts", lambda f, tile_config: True)
+    monkeypatch.setattr(decode_tune, "uses_key_parts", lambda f: True)
     forget_plans()
     yield
     forget_plans()

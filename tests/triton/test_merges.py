@@ -26,6 +26,6 @@ def test_of_conversions_from_fp16_too():
     assert faults(sass(lost)) == [f"{merge} at 0x30: R8, of IMAD"]
 
 
-def test_a_half_that_no_conversion_wrote_is_told():
+def test_a_half_that_no_conversion_wrote_is_reported():
     lost = f"FMUL R4, R3, UR4 ;\n{MERGE} R14, R14, R14, R5 ;\n{MERGE} R26, R26, R11, R4 ;"
     assert faults(sass(lost)) == [f"{MERGE} at 0x10: R5, of nothing", f"{MERGE} at 0x20: R4, of FMUL"]

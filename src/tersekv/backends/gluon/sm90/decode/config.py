@@ -18,7 +18,6 @@ SHORT_CONTEXT, SHORT_CONTEXT_4BIT = 384, 1024  # keys of a page table row, up to
 FEW_SPLITS = 1.5  # splits of a work tile, on average: with no more, few are split
 LARGE_CACHE_KEYS = 2**17  # keys of the page table, from which on 32 rows go to decode_producer_warp or rows_64
 KEY_PARTS = 4  # of 16 keys of an MMA tile each
-KEY_PARTS_TILES = 1  # MMA tiles of an n_block
 KEY_PARTS_MAX_KEYS = 1024  # of a page table row: longer requests go by heads, one warp each
 KEY_PARTS_CTAS_PER_SM = 0.75, 3  # requests × KV heads: fewer are split, more do not run at once
 KEY_PARTS_VERY_SHORT_KEYS, KEY_PARTS_VERY_SHORT_CTAS_PER_SM = 256, (0.2, 3.25)
@@ -173,7 +172,7 @@ def choose_tile_config(f: SimpleNamespace, block_m: int) -> TileConfig:
             producer_warp=choose_heads_per_cta(f) == 4,
             block_n=32 if _has_many_short_requests(f, SHORT_CONTEXT_4BIT) else 64,
         )
-    if can_have_key_parts(f, block_m) and uses_key_parts(f, tile_config):
+    if can_have_key_parts(f, block_m) and uses_key_parts(f):
         return key_parts_config_with_max_stages(f, block_m)
     max_dim = max(padded_head_dims(f))
     if (fmt.storage.itemsize == 2 and max_dim > 64) or (has_padded_head_dims(f) and max_dim > 128):
@@ -242,10 +241,8 @@ def _with_two_warps_per_head_no_producer(
     return tile_config._replace(ctas_per_sm=1, max_registers=255) if one_cta_per_sm else tile_config
 
 
-def uses_key_parts(f: SimpleNamespace, tile_config: TileConfig) -> bool:
+def uses_key_parts(f: SimpleNamespace) -> bool:
     """Returns whether the warps of a CTA divide the keys of one head: requests are short, and fill the GPU about once.
-
-    tile_config: what is chosen otherwise
 
     H200, 2026-11-28, µs, by heads → here: fp8 19 × 485, 64/8 heads: 13.2 → 8.9; 42 × 923, pages of 32: 33.8 → 25.1;
     4 × 256, 32/8 heads: 6.7 → 4.6; int8 32 × 200: 12.4 → 9.6; int4 96 of up to 284, 28/4 heads: 12.7 → 10.2. More CTAs
@@ -258,8 +255,8 @@ def uses_key_parts(f: SimpleNamespace, tile_config: TileConfig) -> bool:
         return False
     is_very_short = max_keys <= KEY_PARTS_VERY_SHORT_KEYS
     fewest, most = KEY_PARTS_VERY_SHORT_CTAS_PER_SM if is_very_short else KEY_PARTS_CTAS_PER_SM
-    # Two of 16 bits run at once, and win with three; with heads of 256 and 16 rows it is one.
-    most = min(most, 1.5 * key_parts_config_with_max_stages(f, choose_block_m(f)).ctas_per_sm)
+    if key_parts_config_with_max_stages(f, choose_block_m(f)).ctas_per_sm < 2:  # not measured
+        return False
     return max_keys <= KEY_PARTS_MAX_KEYS and fewest <= ctas_per_sm <= most
 
 
@@ -270,7 +267,7 @@ def can_have_key_parts(f: SimpleNamespace, block_m: int) -> bool:
         return False
     if any(x is not None for x in (f.k_signs, f.v_signs, f.k_channel_scale, f.v_channel_scale)):
         return False
-    keys = num_keys_per_copy(f, TileConfig(KEY_PARTS * MMA_KEYS * KEY_PARTS_TILES, 0, 0, None, key_parts=KEY_PARTS))
+    keys = num_keys_per_copy(f, TileConfig(KEY_PARTS * MMA_KEYS, 0, 0, None, key_parts=KEY_PARTS))
     sides = zip((f.k_cache, f.v_cache), (f.k_scale_cache, f.v_scale_cache), pair_of(f), strict=True)
     if keys % MMA_KEYS or key_parts_config_with_max_stages(f, block_m).num_stages < 2:
         return False
@@ -284,10 +281,10 @@ def can_have_key_parts(f: SimpleNamespace, block_m: int) -> bool:
 def key_parts_config_with_max_stages(f: SimpleNamespace, block_m: int) -> TileConfig:
     """Returns the configuration of key parts: of three CTAs an SM, or of as many as have enough stages.
 
-    Registers and shared memory of D 128, 8 rows: fp8 143, 60 KB; int8 158, 66; int4 150, 50;
-    nvfp4 157, 50; bf16, of two CTAs, 166, 82.
+    Registers and shared memory of D 128, 8 rows: fp8 143, 60 KB; int8 158, 66; int4 150, 50; nvfp4 157, 50; bf16
+    166, 82, of two CTAs.
     """
-    (k, v), (d, dv), block_n = pair_of(f), padded_head_dims(f), KEY_PARTS * MMA_KEYS * KEY_PARTS_TILES
+    (k, v), (d, dv), block_n = pair_of(f), padded_head_dims(f), KEY_PARTS * MMA_KEYS
     warps_per_head = 2 if block_m == 16 and max(d, dv) > 128 else 1
     # One accumulator of all parts, of as many as values have codes in 16 bits, is exchanged at a time.
     exchanged_bytes = 4 * KEY_PARTS * block_m * dv * v.storage.itemsize // (2 * v.values_per_element)
