@@ -173,16 +173,37 @@ def time_to_first_token(llm: Any, s: Sizes) -> dict[str, Any]:
 
 
 def prefill_and_step(llm: Any, s: Sizes) -> dict[str, Any]:
-    """Prompts that are new, twice; then the time that more tokens of cached ones take."""
+    """Prompts that are new, twice; then steps in which all of them decode."""
     found = []
     for seed in (2, 3):
         asked = prompts(s.model, seed, [s.prompt] * s.batch)
         found.append(s.batch * s.prompt / seconds(llm, asked, 1))
-    seconds(llm, asked, s.steps + 1)
-    steps = [
-        (seconds(llm, asked, s.steps + 1) - seconds(llm, asked, 1)) / s.steps * 1e3 for _ in range(max(s.repeats, 1))
-    ]
+    steps = [step_seconds(llm, asked, s.steps) * 1e3 for _ in range(s.repeats)]
     return {"prefill_tokens_s": found[1], "prefill_first": found[0], "step_ms": statistics.median(steps)}
+
+
+def step_seconds(llm: Any, asked: list[list[int]], steps: int) -> float:
+    """A step's time, once all requests have decoded a token: no prompt is among what is timed."""
+    from vllm import SamplingParams
+
+    engine, names = llm.llm_engine, [f"step-{i}" for i in range(len(asked))]
+    params = SamplingParams(max_tokens=steps + len(asked) + 64, temperature=0, detokenize=False, ignore_eos=True)
+    for name, prompt in zip(names, asked, strict=True):
+        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    counts = dict.fromkeys(names, 0)
+
+    def step_until_each_has(tokens: dict[str, int]) -> None:
+        while any(counts[name] < n for name, n in tokens.items()):
+            counts.update({o.request_id: len(o.outputs[0].token_ids) for o in engine.step()})
+
+    step_until_each_has(dict.fromkeys(names, 2))
+    began, first = time.perf_counter(), dict(counts)
+    step_until_each_has({name: n + steps for name, n in first.items()})
+    took = time.perf_counter() - began
+    engine.abort_request(names)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return took / steps
 
 
 def at_fixed_memory(llm: Any, s: Sizes) -> dict[str, Any]:

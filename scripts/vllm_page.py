@@ -4,7 +4,7 @@
     python scripts/vllm_page.py --write    bring them up to date
 
 From the lines that benchmarks/vllm_serving.py kept in benchmarks/results: of Llama-3-8B's sizes on an H200, of other
-models' on an H100.
+models' on either.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def models(lines: Iterable[dict[str, Any]]) -> str:
     if not found:
         return "\n"
     head, rows = rows_of_speed(found)
-    rows = [[MODELS[r["kind"]], *row] for r, row in zip(found, rows, strict=True)]
-    return f"\nOther models' sizes, {chips(found)}:\n\n{pages.table(['model', *head], rows)}\n"
+    rows = [[f"{MODELS[r['kind']]}, {r['gpu'].split()[1]}", *row] for r, row in zip(found, rows, strict=True)]
+    return f"\nOther models' sizes, {chips(found)}:\n\n{pages.table(['model, GPU', *head], rows)}\n"
 
 
 def chips(found: list[dict[str, Any]]) -> str:
@@ -134,7 +134,7 @@ def accepted(lines: Iterable[dict[str, Any]]) -> str:
 
 
 TABLES = {
-    "vllm_speed": lambda: speed(kept()), "vllm_models": lambda: models(kept("h100")),
+    "vllm_speed": lambda: speed(kept()), "vllm_models": lambda: models([*kept(), *kept("h100")]),
     "vllm_accepted": lambda: accepted(kept()),
 }  # fmt: skip
 

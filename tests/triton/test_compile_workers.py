@@ -110,6 +110,32 @@ def test_a_worker_that_fails_is_named_and_its_calls_are_tried_again(tmp_path, mo
     assert "no process could be started" in found.failed[0]
 
 
+def test_a_worker_that_dies_is_named(tmp_path):
+    """As one that the kernel ends for its memory."""
+    code = """
+import os, signal
+from tersekv.ops.compile_workers import _Workers
+workers = _Workers(1)
+for key in "first", "second", "second":
+    if workers.fork_once(key):
+        os.kill(os.getpid(), signal.SIGKILL)
+workers.wait(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ['{"failed": "a process ended with exit code -9"}'] * 2
+
+
+def test_where_there_is_no_fork_one_process_compiles_all(tmp_path, monkeypatch):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("import os\ndel os.fork\n")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    found = compile_ahead(calls("meta"), CHIP, processes=2, cache_dir=tmp_path / "cache")
+    assert found is not None
+    assert not found.failed
+    assert len(found.kernels) == cubins(tmp_path / "cache") >= 3
+
+
 def test_what_one_backend_has_compiled_is_not_anothers(tmp_path, monkeypatch):
     monkeypatch.setattr(compile_workers, "_run_workers", lambda *_: compile_workers.Compiled([], [], 0.0, 1))
     monkeypatch.setenv("TERSEKV_BACKEND", "triton")

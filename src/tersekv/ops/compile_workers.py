@@ -1,8 +1,8 @@
 """Compiles the kernels of calls to come in processes side by side, which need no GPU, into Triton's cache on disk.
 
-Triton compiles in one thread, up to eight seconds a kernel. A worker gets the calls with meta tensors in place of their
-own, plans each for the chip, and compiles what no other worker has claimed. The first launch in the calling process
-then finds its kernel on disk. Workers are programs of their own: nothing is forked, and no module of the caller's runs.
+Triton compiles in one thread, up to eight seconds a kernel. A planner, a program of its own in which no module of the
+caller's runs, gets the calls with meta tensors in place of their own, plans each for the chip, and forks a worker for
+each kernel, since importing takes seconds. The first launch in the calling process then finds its kernel on disk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,7 +32,7 @@ from .. import env
 from ..dispatch import plan
 from ..layers import PagedKVLayer, PagedLatentLayer, field_values
 
-_MAX_WORKERS = 16  # each holds 0.5 GB, and a model has few dozen kernels
+_MAX_WORKERS = 16  # a model has few dozen kernels
 _ADDRESS_STEP = 1 << 12  # of meta tensors: no two of a call may begin at one address
 _PAGED = ("k", "v", "k_scale_cache", "v_scale_cache", "ckv", "kpe", "ckv_scale_cache")
 _RESULTS = '{"kernel": ', '{"failed": '  # how a worker's lines begin
@@ -133,32 +132,22 @@ def _num_cores() -> int:
 
 def _run_workers(job: bytes, processes: int, folder: Path) -> Compiled:
     start = time.perf_counter()
-    results: list[list[dict]] = [[] for _ in range(processes)]
     with tempfile.TemporaryDirectory(prefix="tersekv-compile-") as room:
         (Path(room) / "job").write_bytes(job)
-
-        def run(i: int) -> None:
-            results[i] = _run_worker(Path(room), processes, folder, i)
-
-        # Daemons, unlike an executor's: a program that ends meanwhile does not wait for them.
-        threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(processes)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    kernels = [(line["kernel"], line["seconds"]) for lines in results for line in lines if "kernel" in line]
-    failed = dict.fromkeys(line["failed"] for lines in results for line in lines if "failed" in line)
+        lines = _run_planner(Path(room), processes, folder)
+    kernels = [(line["kernel"], line["seconds"]) for line in lines if "kernel" in line]
+    failed = dict.fromkeys(line["failed"] for line in lines if "failed" in line)
     return Compiled(kernels, [*failed], time.perf_counter() - start, processes)
 
 
-def _run_worker(room: Path, workers: int, folder: Path, i: int) -> list[dict]:
-    """Returns what worker i wrote, a dict for each kernel and each failure."""
+def _run_planner(room: Path, processes: int, folder: Path) -> list[dict]:
+    """Returns what `work` wrote, a dict for each kernel and each failure."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from tersekv.ops import compile_workers; "
-        f"compile_workers.work({str(room)!r}, {i}, {workers})"
+        f"compile_workers.work({str(room)!r}, {processes})"
     )
     try:
-        with open(room / f"stderr-{i}", "w+") as errors:
+        with open(room / "stderr", "w+") as errors:
             done = subprocess.run(
                 [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
                 text=True, env=env.of_worker(TRITON_CACHE_DIR=str(folder)),
@@ -175,37 +164,74 @@ def _run_worker(room: Path, workers: int, folder: Path, i: int) -> list[dict]:
     return lines
 
 
-def work(room: str, i: int, workers: int) -> None:
-    """What a worker does: plan every call, compile what it is first to claim, and write a line of JSON for each."""
+def work(room: str, processes: int) -> None:
+    """Plans every call; forks a worker for each kernel, which compiles it and writes a line of JSON.
+
+    room:       folder with `job`
+    processes:  workers at a time
+    """
     torch.set_num_threads(1)
     calls, chip = pickle.loads((Path(room) / "job").read_bytes())
     compile_only: Any = importlib.import_module("tersekv.backends.host.compile_only")
-    plan.absent_arch, clock = chip.arch, [0.0]
-    stub = Path(room) / f"stub-{i}"
-    stub.mkdir()
-    build_launcher = compile_only.build_triton_utils_and_make_launcher_builder(stub)
-
-    def claim(key: str) -> bool:
-        try:
-            os.close(os.open(Path(room) / key, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        clock[0] = time.perf_counter()
-        return True
+    plan.absent_arch = chip.arch
+    build_launcher = compile_only.build_triton_utils_and_make_launcher_builder(Path(room))
+    workers = _Workers(processes)
 
     def compiled(fn: Any, kernel: Any) -> None:
         build_launcher(kernel)
-        _write({"kernel": fn.__name__, "seconds": time.perf_counter() - clock[0]})
+        _write({"kernel": fn.__name__, "seconds": workers.seconds()})
+        workers.exit_in_worker()
 
-    at = i * len(calls) // workers  # each begins elsewhere, so that the longest are not all last
-    with torch.no_grad(), compile_only.compiling(chip.arch, compiled, claim, chip.num_sms):
-        for call in calls[at:] + calls[:at]:
+    with torch.no_grad(), compile_only.compiling(chip.arch, compiled, workers.fork_once, chip.num_sms):
+        for call in reversed(calls):  # prompts come last, and their kernels take longest
             try:
                 call()
             except Exception as e:  # whatever it is, the call itself will raise it
                 first, *rest = str(e).splitlines() or ["nothing was said"]
                 said = ";".join([first, *(line for line in rest if line.startswith("  why: "))])
                 _write({"failed": f"{call.func.__name__}: {type(e).__name__}: {said}"})
+                workers.exit_in_worker()
+    workers.wait(0)
+
+
+class _Workers:
+    """Forks of this process, which has imported and planned for all of them; it compiles nothing itself, so that no
+    compiler's state is forked. Where there is no fork, it compiles everything."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._planner = most, os.getpid()
+        self._known: set[str] = set()
+        self._running = 0
+        self._start = 0.0
+
+    def fork_once(self, key: str) -> bool:
+        """Forks a worker for a key that is new. Returns whether to compile here: True in the worker."""
+        if key in self._known:
+            return False
+        self._known.add(key)
+        if hasattr(os, "fork"):
+            self.wait(self._most - 1)
+            if os.fork():
+                self._running += 1
+                return False
+        self._start = time.perf_counter()
+        return True
+
+    def wait(self, most: int) -> None:
+        """Waits until `most` workers are left."""
+        while self._running > most:
+            _, status = os.wait()
+            self._running -= 1
+            if status:
+                _write({"failed": f"a process ended with exit code {os.waitstatus_to_exitcode(status)}"})
+
+    def seconds(self) -> float:
+        """Returns how long the worker has run."""
+        return time.perf_counter() - self._start
+
+    def exit_in_worker(self) -> None:
+        if os.getpid() != self._planner:
+            os._exit(0)
 
 
 def _write(line: dict) -> None:
