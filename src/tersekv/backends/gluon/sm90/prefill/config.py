@@ -38,7 +38,9 @@ class PrefillConfig(KernelConfig):
     K: StoredFormat
     V: StoredFormat
     CONVERTS_KV: bool  # codes are dequantized; else keys and values are multiplied as stored
-    FP8_QK: bool  # an e4m3 query is multiplied by e4m3 keys as stored: only V is converted
+    QK_8BIT: bool  # keys are multiplied as stored, e4m3 or int8, by an 8-bit query: only V is converted
+    Q_TERMS: int  # then of a 16-bit query: 8-bit numbers whose sum each becomes, times a scale of its row; else 0
+    SCALES_FILL_K: bool  # then: a K stage is full once its tile's stored scales are in shared memory, too
     FP8_PV: bool  # P in e4m3 is multiplied by e4m3 V, which is transposed
     BF16: bool  # multiply in bf16; else fp16
     D: int  # columns of a key in shared memory, the head's rounded up
@@ -95,6 +97,7 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
     heads_per_tile = min(group & -group, ROWS_PER_WARPGROUP)
     d, dv = _power_of_2_head_dims(f)
     max_head_dim = max(d, dv)
+    qk_8bit, q_terms = _has_8bit_qk_and_q_terms(f, max_head_dim)
     block_n = 128 if max_head_dim <= 128 else 64
     has_codes = k.storage.itemsize == 1
     tiles = _column_and_stage_config_fields(f, d, dv, has_codes)
@@ -104,7 +107,9 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
         K=k_side,
         V=v_side,
         CONVERTS_KV=has_codes,
-        FP8_QK=_has_fp8_qk(f, max_head_dim),
+        QK_8BIT=qk_8bit,
+        Q_TERMS=q_terms,
+        SCALES_FILL_K=qk_8bit and (k_side.TOKEN_SCALES or v_side.TOKEN_SCALES),
         FP8_PV=_has_fp8_pv(f, max_head_dim),
         BF16=k.storage == torch.bfloat16,
         D=d,
@@ -191,13 +196,9 @@ def _residual_scale(side: StoredFormat) -> float:
 def _has_fp8_pv(f: SimpleNamespace, max_head_dim: int) -> bool:
     """Returns whether PV runs in e4m3. With 256 columns both halves of acc_o and of PV spill: 414 TFLOP/s against 725
     of PV in fp16 (8192 tokens, 24/4 heads, H100, 2026-11-26)."""
-    v = pair_of(f)[1]
-    return (
-        _has_fp8_qk(f, max_head_dim)
-        and (v.code, v.scale) == ("e4m3", TENSOR)
-        and f.precision == "fast"
-        and max_head_dim <= 128
-    )
+    qk_8bit, q_terms = _has_8bit_qk_and_q_terms(f, max_head_dim)
+    are_e4m3_of_tensors = all((side.code, side.scale) == ("e4m3", TENSOR) for side in pair_of(f))
+    return qk_8bit and q_terms == 0 and are_e4m3_of_tensors and f.precision == "fast" and max_head_dim <= 128
 
 
 def _is_ping_pong(f: SimpleNamespace, k: StoredFormat, v: StoredFormat, max_head_dim: int) -> bool:
@@ -216,9 +217,10 @@ def _num_code_stages(f: SimpleNamespace, has_codes: bool, max_head_dim: int) -> 
     """Returns the stages of packed codes: two where they fit, and where QK reads them as they are."""
     if not has_codes:
         return 0
+    qk_8bit, _ = _has_8bit_qk_and_q_terms(f, max_head_dim)
     if max_head_dim > 256:
-        return 4 if _has_fp8_qk(f, max_head_dim) else 2
-    return 2 if max_head_dim <= 128 or _has_fp8_qk(f, max_head_dim) else 1
+        return 4 if qk_8bit else 2
+    return 2 if max_head_dim <= 128 or qk_8bit else 1
 
 
 def _first_and_second_consumer_registers(
@@ -229,27 +231,42 @@ def _first_and_second_consumer_registers(
     8192 tokens, 24/4 heads of 256, H100, 2026-11-26, TFLOP/s with 208 and 216: fp8 536 and 537, fp8 per token and head
     448 and 470, int8 440 and 456; nvfp4 467 and 377, int4 448 and 414, whose converter spills.
 
+    QK in 8 bits with token scales, heads of 128: bytes that spill, outside long loops, with 208, 216 and 224: int8 80, 48
+    and 120 (ptxas of Triton 3.6).
+
     16/4 heads of 512 with 208 and 176, 216 and 168, 232 and 160: fp8 339, 345 and 346; int8 294, 299 with the last two.
     """
     if k.PACK == 1:
         return 240, 240
     if max_head_dim > 256:  # the second one computes no scores
         return 232, 160
-    registers = 216 if _has_fp8_pv(f, max_head_dim) else 208
+    qk_8bit, _ = _has_8bit_qk_and_q_terms(f, max_head_dim)
+    registers = 216 if qk_8bit and k.TOKEN_SCALES or _has_fp8_pv(f, max_head_dim) else 208
     if max_head_dim > 128:
         registers = 208 if 4 in (k.PACK, v.PACK) else 216
     return registers, registers
 
 
-def _has_fp8_qk(f: SimpleNamespace, max_head_dim: int) -> bool:
-    """Returns whether QK runs in e4m3: not with new K and V, which are 16 bits, and not with a rotated query.
+def _has_8bit_qk_and_q_terms(f: SimpleNamespace, max_head_dim: int) -> tuple[bool, int]:
+    """Returns whether QK runs in 8 bits, and Q_TERMS: not with new K and V, which are 16 bits.
 
-    8-bit WGMMA keeps about 14 bits of its sums. Of up to 128 columns, four steps, a score of 12 is off by 0.02
-    (H100, 2026-11-27); longer sums only with precision="fast".
+    An e4m3 query, unless it is rotated: 8-bit WGMMA keeps about 14 bits of its e4m3 sums. Of up to 128 columns, four
+    steps, a score of 12 is off by 0.02 (H100, 2026-11-27); longer sums only with precision="fast".
+
+    precision="fast", keys with a scale each: a 16-bit query is quantized per row. Over int8 to int8, which moves
+    outputs by 6.5e-3 where scores are N(0, 1). One e4m3 number would move them by 2.7e-2, 4.7e-2 at twice the scores,
+    so over e4m3 it is the sum of two, 6e-4: as many MMA steps as in 16 bits.
     """
-    fmt, as_is = kv_format(f.format), f.k is None and not rotation_config(f.k_signs, f.k_channel_scale).ENABLED
-    is_short_sum = max_head_dim <= 128 or f.precision == "fast"
-    return as_is and is_short_sum and (fmt.code, fmt.scale, f.q.dtype) == ("e4m3", TENSOR, torch.float8_e4m3fn)
+    k, is_fast = kv_format(f.format), f.precision == "fast"
+    if f.k is not None:
+        return False, 0
+    if (k.code, f.q.dtype) == ("e4m3", torch.float8_e4m3fn):
+        is_as_stored = not rotation_config(f.k_signs, f.k_channel_scale).ENABLED
+        return is_as_stored and (max_head_dim <= 128 or is_fast), 0
+    if is_fast and k.scale == TOKEN_HEAD and f.q.dtype.itemsize == 2 and max_head_dim <= 256:
+        terms = {"int8": 1, "e4m3": 2}.get(k.code, 0)
+        return terms > 0, terms
+    return False, 0
 
 
 def config_of_new_kv(cfg: PrefillConfig) -> PrefillConfig:

@@ -302,6 +302,30 @@ def store_tile_v_scale_and_packed_row_scales(stored_scales, k_and_v_scales, iter
         stored_scales.row_scales_smem.index(stage).store(row_scales.to(stored_scales.row_scales_smem.dtype))
 
 
+# ---- stored scales of a K tile that consumers multiply as it was copied: the second arrival that fills its stages ----
+
+
+@gluon.jit
+def acquire_k_stages_and_store_k_scales(stored_scales, k_stages, k_token_scales, iter, cfg: gl.constexpr):
+    """Waits for a tile's free K stages, as the copy does, and stores its token scales of K."""
+    STAGES: gl.constexpr = k_stages.tiles.shape[0]
+    PARTS: gl.constexpr = cfg.K_PARTS
+    for part in gl.static_range(PARTS):
+        producer_acquire(k_stages.empty_barriers, iter * PARTS + part, STAGES)
+    if cfg.K.TOKEN_SCALES:
+        stored_scales.k_scales_smem.index(stage_and_phase(iter, cfg.STAGES)[0]).store(k_token_scales)
+
+
+@gluon.jit
+def signal_scales_of_k_stages(k_stages, iter, enabled, cfg: gl.constexpr):
+    """Arrives at the full barriers of a tile's K stages, after a barrier of the warpgroup."""
+    STAGES: gl.constexpr = k_stages.tiles.shape[0]
+    PARTS: gl.constexpr = cfg.K_PARTS
+    for part in gl.static_range(PARTS):
+        stage, _ = stage_and_phase(iter * PARTS + part, STAGES)
+        mbarrier.arrive(k_stages.full_barriers.index(stage), count=1, pred=enabled)
+
+
 # ---- tiles ----
 
 
@@ -465,15 +489,22 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
                     stored_scales, page_ids, n_start - cfg.BLOCK_N, key_begin, key_end, kv_head, cfg
                 )
                 page_ids = load_page_id_of_each_key(page_table, n_start - 2 * cfg.BLOCK_N, key_begin, key_end, cfg)
+                if cfg.SCALES_FILL_K and not cfg.COLUMN_SPLIT:
+                    acquire_k_stages_and_store_k_scales(stored_scales, k_stages, scales[0], iter, cfg)
+                elif cfg.SCALES_FILL_K:
+                    if i < num_n_blocks:
+                        acquire_k_stages_and_store_k_scales(stored_scales, k_stages, scales[0], iter, cfg)
                 store_tile_v_scale_and_packed_row_scales(stored_scales, scales, code_iter, cfg)
                 if cfg.K.BLOCK_SCALES:
                     store_block_scales_to_smem_by_part(stored_scales.k_block_scales_smem, scales[0], stage, cfg.K_PARTS)
                 if cfg.V.BLOCK_SCALES:
                     store_block_scales_to_smem_by_part(stored_scales.v_block_scales_smem, scales[1], stage, cfg.V_PARTS)
                 thread_barrier()
+                if cfg.SCALES_FILL_K:
+                    signal_scales_of_k_stages(k_stages, iter, i < num_n_blocks, cfg)
             # Dequantize K, then V.
             if cfg.COLUMN_SPLIT:
-                if not cfg.FP8_QK:  # noqa: SIM102 - known to the compiler, unlike the other
+                if not cfg.QK_8BIT:  # noqa: SIM102 - known to the compiler, unlike the other
                     if i < num_n_blocks:
                         dequant_k_column_parts(
                             stored_scales, k_code_stages, k_stages, scales[0], stage, iter, code_iter, cfg
@@ -492,7 +523,7 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
                     k_dequant_scales = stored_scales.k_block_scales_smem.index(stage)
                 if cfg.V.BLOCK_SCALES:
                     v_dequant_scales = stored_scales.v_block_scales_smem.index(stage)
-                if not cfg.FP8_QK:
+                if not cfg.QK_8BIT:
                     dequant_tile_and_signal_barriers(
                         k_code_stages, k_stages, k_dequant_scales, iter, code_iter, key_begin - n_start,
                         key_end - n_start, is_edge, k_token_scales_to_store, False, cfg,

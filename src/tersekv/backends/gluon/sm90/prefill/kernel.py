@@ -2,7 +2,7 @@
 
 A producer warp copies queries and KV tiles by TMA (`producer`); two consumer warpgroups compute 64 query rows each
 (`mainloop`); over a quantized cache a converter warpgroup dequantizes tiles to 16 bits for both (`converter`), V only
-where an e4m3 query meets e4m3 keys. They synchronise by mbarriers alone. `tile_scheduler` orders the work tiles.
+where QK runs in 8 bits. They synchronise by mbarriers alone. `tile_scheduler` orders the work tiles.
 
 Heads wider than 256 (`cfg.COLUMN_SPLIT`): both consumers have the same 64 rows and each half of V's columns. The first
 computes P and passes it on to the second (`columns`); stages are parts of 128 columns.
@@ -40,21 +40,19 @@ def allocate_tiles(dtype: gl.constexpr, STAGES: gl.constexpr, NUM_ROWS: gl.const
 @gluon.jit
 def allocate_stages_and_mbarriers(
     dtype: gl.constexpr, STAGES: gl.constexpr, NUM_ROWS: gl.constexpr, NUM_COLUMNS: gl.constexpr,
-    NUM_READERS: gl.constexpr,
+    NUM_READERS: gl.constexpr, NUM_WRITERS: gl.constexpr = 1,
 ):  # fmt: skip
     """Allocates tiles with their full and empty barriers."""
     tiles = allocate_tiles(dtype, STAGES, NUM_ROWS, NUM_COLUMNS)
-    return PipelineStages(tiles, allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, NUM_READERS))
+    return PipelineStages(tiles, allocate_mbarriers(STAGES, NUM_WRITERS), allocate_mbarriers(STAGES, NUM_READERS))
 
 
 @gluon.jit
-def view_as_e4m3(stages):
-    """Returns a view of packed stages as e4m3 codes."""
+def view_as_codes(stages, DTYPE: gl.constexpr):
+    """Returns a view of packed stages as 8-bit codes."""
     NUM_COLUMNS: gl.constexpr = 2 * stages.tiles.shape[2]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(NUM_COLUMNS, 128), 8, 2)
-    tiles = reinterpret(
-        stages.tiles, gl.float8e4nv, [stages.tiles.shape[0], stages.tiles.shape[1], NUM_COLUMNS], LAYOUT
-    )
+    tiles = reinterpret(stages.tiles, DTYPE, [stages.tiles.shape[0], stages.tiles.shape[1], NUM_COLUMNS], LAYOUT)
     return PipelineStages(tiles, stages.full_barriers, stages.empty_barriers)
 
 
@@ -183,8 +181,11 @@ def prefill_kernel(
     q_stages = PipelineStages(
         q_tiles, allocate_mbarriers(TILE_INFO_READERS, 1), allocate_mbarriers(TILE_INFO_READERS, 1)
     )
-    if cfg.FP8_QK:
-        k_stages = allocate_stages_and_mbarriers(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_K, READERS)
+    if cfg.QK_8BIT:
+        WRITERS: gl.constexpr = 2 if cfg.SCALES_FILL_K else 1  # the copy, and the converter
+        k_stages = allocate_stages_and_mbarriers(
+            gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_K, READERS, WRITERS
+        )
     else:
         k_stages = allocate_stages_and_mbarriers(MMA_DTYPE, cfg.K_STAGES, cfg.BLOCK_N, cfg.K_COLUMNS, READERS)
     if cfg.FP8_PV:
@@ -234,8 +235,9 @@ def prefill_kernel(
     )  # fmt: skip
     k_code_stages, v_code_stages = k_stages, v_stages
     if cfg.CODE_STAGES > 0:
-        if cfg.FP8_QK:
-            k_stages = view_as_e4m3(k_code_stages)
+        if cfg.QK_8BIT:
+            K_DTYPE: gl.constexpr = gl.int8 if cfg.K.CODE == "int8" else gl.float8e4nv
+            k_stages = view_as_codes(k_code_stages, K_DTYPE)
         else:
             k_code_stages = allocate_stages_and_mbarriers(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_K, 1)
         v_code_stages = allocate_stages_and_mbarriers(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_V, 1)
@@ -274,7 +276,7 @@ def prefill_kernel(
         call_scales = CallScales(cached_score_scale, K_SCALE, cached_v_scale * output_scale, V_SCALE, softcap, rotation)
         v_read_stages = v_stages
         if cfg.FP8_PV:
-            v_read_stages = view_as_e4m3(v_stages)
+            v_read_stages = view_as_codes(v_stages, gl.float8e4nv)
         gl.warp_specialize(
             [
                 (converter, (stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, k_stages, v_stages,

@@ -139,7 +139,8 @@ def warp_scheduler_barrier_arrive(shared_p, I_CONSUMER: gl.constexpr, cfg: gl.co
 def wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg: gl.constexpr, must_wait=True):
     """Waits for a K tile and starts QK; returns scores [64, BLOCK_N] in flight. Of parts, all but the last are released
     as soon as they are multiplied."""
-    zero = gl.full([ROWS_PER_WARPGROUP, cfg.BLOCK_N], 0, gl.float32, score_layout(cfg))
+    ACC: gl.constexpr = gl.int32 if cfg.QK_8BIT and cfg.K.CODE == "int8" else gl.float32
+    zero = gl.full([ROWS_PER_WARPGROUP, cfg.BLOCK_N], 0, ACC, score_layout(cfg))
     if cfg.COLUMN_SPLIT:
         STAGES: gl.constexpr = k_stages.tiles.shape[0]
         q_parts = view_query_parts_as(q_stages, k_stages.tiles.dtype)
@@ -155,7 +156,12 @@ def wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg: gl.constexpr, must_wai
     else:
         stage, phase = stage_and_phase(iter, cfg.STAGES)
         mbarrier.wait(k_stages.full_barriers.index(stage), phase, pred=must_wait)
-        return warpgroup_mma(q, k_stages.tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        k = k_stages.tiles.index(stage).permute((1, 0))
+        if cfg.Q_TERMS == 2:  # the smaller term first: what its sum loses of 14 bits is small
+            s = warpgroup_mma(q[1], k, zero, use_acc=False, is_async=True)
+            return warpgroup_mma(q[0], k, s, is_async=True)
+        else:
+            return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -178,7 +184,8 @@ def load_k_token_scales_or_placeholder(stored_scales, iter, cfg: gl.constexpr):
 
 @gluon.jit
 def apply_k_scales(s, k_scales, cfg: gl.constexpr):
-    """Returns scores times the scales of their keys, if any."""
+    """Returns scores in fp32, times the scales of their keys, if any."""
+    s = s.to(gl.float32)
     if cfg.K.TOKEN_SCALES:
         s = s * k_scales[None, :]
     return s
@@ -642,7 +649,9 @@ def prepare_loaded_query_scales_and_mask_args(
     q, q_scales = prepare_loaded_query_and_q_scales(
         q_stages, I_CONSUMER, sign, call_scales.rotation, kv_head, LOADED_Q_DTYPE, cfg
     )
-    return q, gl.maximum(q_scales * (score_scale * sign), MIN_SCALE), make_mask_args(work_tile, I_CONSUMER, cfg)
+    score_scales = q_scales * (score_scale * sign)
+    score_scales = gl.where(score_scales < MIN_SCALE, MIN_SCALE, score_scales)  # NaN stays
+    return q, score_scales, make_mask_args(work_tile, I_CONSUMER, cfg)
 
 
 @gluon.jit

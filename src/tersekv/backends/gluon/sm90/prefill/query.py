@@ -1,4 +1,5 @@
-"""The query of a work tile as an operand of QK: in the keys' dtype, rotated as keys are, with the score scale's sign.
+"""The query of a work tile as an operand of QK: in the keys' dtype, rotated as keys are, with the score scale's sign;
+of 16 bits or of 8 (`store_rows_as_8bit_terms`).
 
 Mask, full stage, rescale, combine: none here.
 """
@@ -12,18 +13,80 @@ from ..parts.dequant import biased_exponent_and_inv_scale_of_rows, exponent_to_f
 from ..parts.hadamard import blockwise_hadamard_unnormalized, load_normalized_signs_times_channel_scales_if_any
 
 ROWS_PER_WARPGROUP = gl.constexpr(64)
+ROUND_TO_INT = gl.constexpr(1.5 * 2.0**23)  # added, an integer is in the lowest bits of fp32
+MIN_Q_MAX = gl.constexpr(1e-30)  # of a row that is divided by its largest magnitude
+E4M3_Q_MAX = gl.constexpr(128.0)  # the power of two at or below a row's largest magnitude in e4m3
 
 
 @gluon.constexpr_function
 def score_layout(cfg):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.BLOCK_N, 32 if cfg.FP8_QK else 16])
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.BLOCK_N, 32 if cfg.QK_8BIT else 16])
 
 
 @gluon.jit
-def view_query_as_8bit(q_stages, I_CONSUMER: gl.constexpr, LOADED_Q_DTYPE: gl.constexpr, cfg: gl.constexpr):
-    """Returns a view of 8-bit query rows: they fill the first half of their 16-bit memory."""
+def view_query_as_8bit(
+    q_stages, I_CONSUMER: gl.constexpr, DTYPE: gl.constexpr, cfg: gl.constexpr, I_HALF: gl.constexpr = 0
+):
+    """Returns a view of 8-bit query rows: they fill the first half of their 16-bit memory, or second terms the other."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(cfg.D, 128), 8, 2)
-    return reinterpret(q_stages.tiles, LOADED_Q_DTYPE, [4, ROWS_PER_WARPGROUP, cfg.D], LAYOUT).index(2 * I_CONSUMER)
+    return reinterpret(q_stages.tiles, DTYPE, [4, ROWS_PER_WARPGROUP, cfg.D], LAYOUT).index(2 * I_CONSUMER + I_HALF)
+
+
+# Four numbers as e4m3, and what that leaves of them as e4m3.
+# NOTE: in one piece: where all numbers of a thread are converted before the first is subtracted, 500 bytes spill.
+_TWO_E4M3_PTX = gl.constexpr(
+    """{
+    .reg .b16 high01, high23, low01, low23, f16_0, f16_1;
+    .reg .b32 pair;
+    .reg .f32 a, b;
+    cvt.rn.satfinite.e4m3x2.f32 high01, $3, $2;
+    cvt.rn.satfinite.e4m3x2.f32 high23, $5, $4;
+    cvt.rn.f16x2.e4m3x2 pair, high01;
+    mov.b32 {f16_0, f16_1}, pair;
+    cvt.f32.f16 a, f16_0;
+    cvt.f32.f16 b, f16_1;
+    sub.f32 a, $2, a;
+    sub.f32 b, $3, b;
+    cvt.rn.satfinite.e4m3x2.f32 low01, b, a;
+    cvt.rn.f16x2.e4m3x2 pair, high23;
+    mov.b32 {f16_0, f16_1}, pair;
+    cvt.f32.f16 a, f16_0;
+    cvt.f32.f16 b, f16_1;
+    sub.f32 a, $4, a;
+    sub.f32 b, $5, b;
+    cvt.rn.satfinite.e4m3x2.f32 low23, b, a;
+    mov.b32 $0, {high01, high23};
+    mov.b32 $1, {low01, low23};
+    }"""
+)
+
+
+@gluon.jit
+def store_rows_as_8bit_terms(q_stages, x, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
+    """Quantizes rows in place; returns (a view of cfg.Q_TERMS operands, the scales of their scores). A row that is not
+    finite has such a scale, or such a code."""
+    if cfg.K.CODE == "int8":
+        # NaN is the largest of integers, while a maximum of floats would drop it.
+        row_max = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(gl.float32, bitcast=True)
+        row_max = gl.where(row_max < MIN_Q_MAX, MIN_Q_MAX, row_max)
+        codes = (x * (127.0 / row_max)[:, None] + ROUND_TO_INT).to(gl.int32, bitcast=True).to(gl.int8)
+        thread_barrier()  # all threads have read the rows that are now overwritten
+        smem_q = view_query_as_8bit(q_stages, I_CONSUMER, gl.int8, cfg)
+        smem_q.store(codes)
+        return smem_q, row_max * (1.0 / 127.0)
+    else:
+        gl.static_assert(cfg.K.CODE == "e4m3", "a code that this kernel does not know")
+        exponent, inv_scale = biased_exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
+        x = x * inv_scale[:, None] * E4M3_Q_MAX
+        high, low = gl.inline_asm_elementwise(
+            _TWO_E4M3_PTX, "=&r,=&r,f,f,f,f", [x], (gl.int8, gl.int8), is_pure=True, pack=4
+        )
+        thread_barrier()  # all threads have read the rows that are now overwritten
+        smem_high = view_query_as_8bit(q_stages, I_CONSUMER, gl.float8e4nv, cfg, 0)
+        smem_low = view_query_as_8bit(q_stages, I_CONSUMER, gl.float8e4nv, cfg, 1)
+        smem_high.store(high.to(gl.float8e4nv, bitcast=True))
+        smem_low.store(low.to(gl.float8e4nv, bitcast=True))
+        return (smem_high, smem_low), exponent_to_float(exponent) * (1.0 / E4M3_Q_MAX)
 
 
 @gluon.jit
@@ -40,7 +103,8 @@ def prepare_loaded_whole_query_and_q_scales(
     q_stages, I_CONSUMER: gl.constexpr, score_scale_sign, rotation, kv_head, LOADED_Q_DTYPE: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Returns (query rows as an operand in shared memory, 16-bit or in the keys' dtype, q_scales of their scores).
+    """Returns (query rows as an operand in shared memory, 16-bit or in the keys' dtype, q_scales of their scores). Of
+    two terms, both operands.
 
     bf16 rows fit fp16 only after a power of two is divided out of each row; q_scales multiply it back. The query takes
     the score scale's sign, so that the row maximum of the scaled scores is that of the products.
@@ -48,9 +112,9 @@ def prepare_loaded_whole_query_and_q_scales(
     x16 = q_stages.tiles.index(I_CONSUMER)
     LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     q_scales = gl.full([ROWS_PER_WARPGROUP], 1.0, gl.float32, gl.SliceLayout(1, score_layout(cfg)))
-    if x16.dtype == LOADED_Q_DTYPE and not cfg.K_ROTATION.ENABLED:
+    if x16.dtype == LOADED_Q_DTYPE and not cfg.K_ROTATION.ENABLED and cfg.Q_TERMS == 0:
         multiply_smem_q_by_sign_and_fence(x16, score_scale_sign, LOAD_LAYOUT)
-    elif cfg.FP8_QK:
+    elif cfg.QK_8BIT and cfg.Q_TERMS == 0:
         x16 = view_query_as_8bit(q_stages, I_CONSUMER, LOADED_Q_DTYPE, cfg)
         multiply_smem_q_by_sign_and_fence(x16, score_scale_sign, LOAD_LAYOUT)
     else:
@@ -71,12 +135,16 @@ def prepare_loaded_whole_query_and_q_scales(
             x = x * column_scales[None, :]
             if ROTATION.ROTATED:
                 x = blockwise_hadamard_unnormalized(x, 1, cfg.HEAD_DIM & -cfg.HEAD_DIM)
-        if gl.bfloat16 == LOADED_Q_DTYPE or cfg.K_ROTATION.ENABLED:
+        if cfg.Q_TERMS > 0:
+            x16, term_scales = store_rows_as_8bit_terms(q_stages, x, I_CONSUMER, cfg)
+            q_scales = gl.convert_layout(term_scales, q_scales.type.layout)
+        elif gl.bfloat16 == LOADED_Q_DTYPE or cfg.K_ROTATION.ENABLED:
             exponent, inv_scale = biased_exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
             x = x * inv_scale[:, None]
             q_scales = gl.convert_layout(exponent_to_float(exponent), q_scales.type.layout)
-        thread_barrier()  # all threads have read the rows that are now overwritten
-        x16.store(x.to(x16.dtype))
+        if cfg.Q_TERMS == 0:
+            thread_barrier()  # all threads have read the rows that are now overwritten
+            x16.store(x.to(x16.dtype))
         fence_async_shared()
         thread_barrier()
     return x16, q_scales
@@ -103,7 +171,7 @@ def prepare_loaded_query_parts_and_q_scales(
     PARTS: gl.constexpr = cfg.K_PARTS
     x16, x = q_stages.tiles, view_query_parts_as(q_stages, LOADED_Q_DTYPE)
     q_scales = gl.full([ROWS_PER_WARPGROUP], 1.0, gl.float32, gl.SliceLayout(1, score_layout(cfg)))
-    if x16.dtype == LOADED_Q_DTYPE or cfg.FP8_QK:
+    if x16.dtype == LOADED_Q_DTYPE or cfg.QK_8BIT:
         for part in gl.static_range(PARTS):
             multiply_smem_q_by_sign_and_fence(x.index(part), score_scale_sign, LOAD_LAYOUT)
     else:
