@@ -32,31 +32,24 @@ def view_query_as_8bit(
     return reinterpret(q_stages.tiles, DTYPE, [4, ROWS_PER_WARPGROUP, cfg.D], LAYOUT).index(2 * I_CONSUMER + I_HALF)
 
 
-# Four numbers as e4m3, and what that leaves of them as e4m3.
-# NOTE: in one piece: where all numbers of a thread are converted before the first is subtracted, 500 bytes spill.
+# Four numbers of fp16 as e4m3, and what that leaves of them, as e4m3.
+# NOTE: pairs of codes are read back from whole registers: ptxas carries a pair of its own through all loops, and spills.
 _TWO_E4M3_PTX = gl.constexpr(
     """{
-    .reg .b16 high01, high23, low01, low23, f16_0, f16_1;
-    .reg .b32 pair;
-    .reg .f32 a, b;
-    cvt.rn.satfinite.e4m3x2.f32 high01, $3, $2;
-    cvt.rn.satfinite.e4m3x2.f32 high23, $5, $4;
-    cvt.rn.f16x2.e4m3x2 pair, high01;
-    mov.b32 {f16_0, f16_1}, pair;
-    cvt.f32.f16 a, f16_0;
-    cvt.f32.f16 b, f16_1;
-    sub.f32 a, $2, a;
-    sub.f32 b, $3, b;
-    cvt.rn.satfinite.e4m3x2.f32 low01, b, a;
-    cvt.rn.f16x2.e4m3x2 pair, high23;
-    mov.b32 {f16_0, f16_1}, pair;
-    cvt.f32.f16 a, f16_0;
-    cvt.f32.f16 b, f16_1;
-    sub.f32 a, $4, a;
-    sub.f32 b, $5, b;
-    cvt.rn.satfinite.e4m3x2.f32 low23, b, a;
-    mov.b32 $0, {high01, high23};
-    mov.b32 $1, {low01, low23};
+    .reg .b16 low, high;
+    .reg .b32 codes, x, y;
+    cvt.rn.satfinite.e4m3x2.f16x2 low, $2;
+    cvt.rn.satfinite.e4m3x2.f16x2 high, $3;
+    mov.b32 codes, {low, high};
+    mov.b32 {low, high}, codes;
+    cvt.rn.f16x2.e4m3x2 x, low;
+    cvt.rn.f16x2.e4m3x2 y, high;
+    sub.f16x2 x, $2, x;
+    sub.f16x2 y, $3, y;
+    cvt.rn.satfinite.e4m3x2.f16x2 low, x;
+    cvt.rn.satfinite.e4m3x2.f16x2 high, y;
+    mov.b32 $1, {low, high};
+    mov.b32 $0, codes;
     }"""
 )
 
@@ -77,10 +70,9 @@ def store_rows_as_8bit_terms(q_stages, x, I_CONSUMER: gl.constexpr, cfg: gl.cons
     else:
         gl.static_assert(cfg.K.CODE == "e4m3", "a code that this kernel does not know")
         exponent, inv_scale = biased_exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
-        x = x * inv_scale[:, None] * E4M3_Q_MAX
-        high, low = gl.inline_asm_elementwise(
-            _TWO_E4M3_PTX, "=&r,=&r,f,f,f,f", [x], (gl.int8, gl.int8), is_pure=True, pack=4
-        )
+        # NOTE: by way of fp16, in half of the registers: else 400 bytes spill, of heads of 256 parts of codes too.
+        x = (x * inv_scale[:, None] * E4M3_Q_MAX).to(gl.float16)
+        high, low = gl.inline_asm_elementwise(_TWO_E4M3_PTX, "=r,=r,r,r", [x], (gl.int8, gl.int8), True, 4)
         thread_barrier()  # all threads have read the rows that are now overwritten
         smem_high = view_query_as_8bit(q_stages, I_CONSUMER, gl.float8e4nv, cfg, 0)
         smem_low = view_query_as_8bit(q_stages, I_CONSUMER, gl.float8e4nv, cfg, 1)
