@@ -174,18 +174,19 @@ def test_heads_of_512_columns_share_rows_between_warpgroups(fmt):
 def test_fast_does_not_multiply_wide_values_in_8_bits():
     call = call_of("fp8_e4m3", head_dim=256, dtype=torch.float8_e4m3fn, precision="fast")
     cfg = attention.configure(facts_of(call)).shape
-    assert (cfg.FP8_QK, cfg.FP8_PV, cfg.CODE_STAGES) == (True, False, 2)
+    assert (cfg.QK_8BIT, cfg.FP8_PV, cfg.CODE_STAGES) == (True, False, 2)
 
 
-@pytest.mark.parametrize(("head_dim", "precision", "fp8_qk"), [
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_per_token_head"])
+@pytest.mark.parametrize(("head_dim", "precision", "qk_8bit"), [
     (128, "exact", True), (192, "exact", False), (256, "exact", False), (512, "exact", False), (256, "fast", True),
     (512, "fast", True),
 ])  # fmt: skip
-def test_sums_of_8_bit_products_have_four_steps_unless_precision_is_fast(head_dim, precision, fp8_qk):
+def test_sums_of_8_bit_products_have_four_steps_unless_precision_is_fast(fmt, head_dim, precision, qk_8bit):
     """Hopper keeps about 14 bits of them."""
-    call = call_of("fp8_e4m3", head_dim=head_dim, heads=2, dtype=torch.float8_e4m3fn, precision=precision)
+    call = call_of(fmt, head_dim=head_dim, heads=2, dtype=torch.float8_e4m3fn, precision=precision)
     assert attention.why_not(facts_of(call)) is None
-    assert fp8_qk == make_prefill_config(facts_of(call)).FP8_QK
+    assert qk_8bit == make_prefill_config(facts_of(call)).QK_8BIT
 
 
 def test_a_wide_e4m3_query_becomes_16_bits():
@@ -203,8 +204,8 @@ def test_a_turned_query_is_no_code_and_bf16_keys_leave_it_to_triton():
     call = turned(call_of("fp8_e4m3", dtype=torch.float8_e4m3fn, precision="fast"))
     assert attention.why_not(facts_of(call)) is None
     c = make_prefill_config(facts_of(call))
-    assert (c.FP8_QK, c.FP8_PV, c.K_ROTATION.ROTATED, c.V_ROTATION.CHANNEL_SCALES_STRIDE) == (False, False, True, 128)
-    assert make_prefill_config(facts_of(turned(call_of("fp8_e4m3", dtype=torch.float8_e4m3fn), "v", "v"))).FP8_QK
+    assert (c.QK_8BIT, c.FP8_PV, c.K_ROTATION.ROTATED, c.V_ROTATION.CHANNEL_SCALES_STRIDE) == (False, False, True, 128)
+    assert make_prefill_config(facts_of(turned(call_of("fp8_e4m3", dtype=torch.float8_e4m3fn), "v", "v"))).QK_8BIT
     for rotation, channels in (("k", ""), ("", "k"), ("kv", "kv")):
         call = turned(call_of("bf16"), rotation, channels)
         assert "wants keys that lie as they are with bf16" in attention.why_not(facts_of(call))
@@ -247,22 +248,76 @@ def test_with_precision_fast_values_meet_weights_in_8_bits():
     assert "STSM.16.M88.4" in sass
 
 
-def test_only_e4m3_queries_over_e4m3_codes_are_multiplied_in_8_bits():
+def test_only_e4m3_queries_over_e4m3_codes_are_multiplied_in_8_bits_unless_precision_is_fast():
     e4m3 = torch.float8_e4m3fn
-    shapes = {
-        fmt: make_prefill_config(facts_of(call_of(fmt, dtype=e4m3))) for fmt in FORMATS if fmt not in ("bf16", "fp16")
-    }
-    assert [fmt for fmt, c in shapes.items() if c.FP8_QK] == ["fp8_e4m3"]
-    fast = [
-        make_prefill_config(facts_of(call_of("fp8_e4m3", dtype=q, precision="fast"))) for q in (e4m3, torch.bfloat16)
-    ]
-    assert [c.FP8_PV for c in fast] == [True, False]
-    assert not any(c.FP8_PV for c in shapes.values()), "a permission that was not given"
-    assert not make_prefill_config(facts_of(call_of("fp8_e4m3"))).FP8_QK
-    assert not make_prefill_config(facts_of(call_of("fp8_e4m3", dtype=torch.float8_e5m2))).FP8_QK
-    assert not make_prefill_config(facts_of(call_of("fp8_e4m3", dtype=e4m3, new=True))).FP8_QK, (
-        "new rows are in 16 bits"
-    )
+
+    def cfg(fmt: str, q: torch.dtype, precision: str = "exact", **changes):
+        return make_prefill_config(facts_of(call_of(fmt, dtype=q, precision=precision, **changes)))
+
+    eights = [fmt for fmt in FORMATS if fmt not in ("bf16", "fp16")]
+    assert [f for f in eights if cfg(f, e4m3).QK_8BIT] == ["fp8_e4m3", "fp8_per_token_head"]
+    assert not any(cfg(f, e4m3).FP8_PV for f in eights), "a permission that was not given"
+    assert [f for f in eights if cfg(f, e4m3, "fast").FP8_PV] == ["fp8_e4m3"]
+    for q in (torch.bfloat16, torch.float16, torch.float8_e5m2):
+        assert not any(cfg(f, q).QK_8BIT for f in eights)
+        terms = {f: c.Q_TERMS for f in eights if (c := cfg(f, q, "fast")).QK_8BIT}
+        assert terms == ({"fp8_per_token_head": 2, "int8_per_token_head": 1} if q.itemsize == 2 else {})
+    for fmt, precision in (("fp8_e4m3", "exact"), ("int8_per_token_head", "fast"), ("fp8_per_token_head", "fast")):
+        q = e4m3 if precision == "exact" else torch.bfloat16
+        assert not cfg(fmt, q, precision, new=True).QK_8BIT, "new rows are in 16 bits"
+    assert cfg("int8_per_token_head", torch.bfloat16, "fast", head_dim=256).QK_8BIT
+    assert not cfg("int8_per_token_head", torch.bfloat16, "fast", head_dim=512).QK_8BIT, "a query in parts"
+
+
+# Products of a tile, and bytes of local memory that the whole kernel and each loop without a mask may spill.
+_DIRECT = {
+    "int8": (("int8_per_token_head", torch.bfloat16, 128, ""), (4, 0, 8), 48, 0),
+    "int8, turned": (("int8_per_token_head", torch.bfloat16, 128, "turned"), (4, 0, 8), 48, 0),
+    "int8, D 64": (("int8_per_token_head", torch.float16, 64, ""), (2, 0, 8), 0, 0),
+    "int8, D 256": (("int8_per_token_head", torch.bfloat16, 256, ""), (8, 0, 8), 56, 0),
+    "e4m3 in two terms": (("fp8_per_token_head", torch.bfloat16, 128, ""), (0, 8, 8), 80, 0),
+    "e4m3 in two terms, D 256": (("fp8_per_token_head", torch.float16, 256, ""), (0, 16, 8), 560, 8),
+    "e4m3": (("fp8_per_token_head", torch.float8_e4m3fn, 128, ""), (0, 4, 8), 48, 0),
+}
+
+
+@pytest.mark.parametrize("name", _DIRECT)
+def test_keys_with_a_scale_each_are_multiplied_in_8_bits(name):
+    """With precision="fast" a 16-bit query is quantised: to int8, or to the sum of two e4m3. An e4m3 one is as it is."""
+    (fmt, dtype, dim, lies), products, spills, in_loops = _DIRECT[name]
+    call = call_of(fmt, head_dim=dim, dtype=dtype, precision="exact" if dtype.itemsize == 1 else "fast")
+    call = turned(call) if lies else call
+    (k,) = compile_launches(attention.run, call, attention.configure(facts_of(call)), 90)
+    assert k["shared"] <= SHARED
+    assert k["n_spills"] <= since({(3, 6): spills, (3, 7): spills + 256})
+    assert_products_stay_in_flight(k, spills=since({(3, 6): in_loops, (3, 7): in_loops + 8}))
+    for tile in loops(k["sass"](), "GMMA"):
+        assert tuple(count(tile, kind) for kind in ("IGMMA", "QGMMA", "HGMMA")) == products
+        assert count(tile, "I2FP.F32.S32") == count(tile, "I2F"), "at the rate of additions, not of exponentials"
+
+
+def test_scales_fill_the_stages_of_keys_that_are_not_converted():
+    """Else consumers could read those of an earlier tile: of K, or of V beside keys with one scale for all."""
+    def fills(fmt: str, v_fmt: str | None = None, q: torch.dtype = torch.float8_e4m3fn, **changes) -> bool:
+        call = call_of(fmt, dtype=q, **changes)
+        if v_fmt is not None:
+            v = call_of(v_fmt, **changes)
+            call = call._replace(v_format=v_fmt, v_cache=v.v_cache, v_scale_cache=v.v_scale_cache)
+        return make_prefill_config(facts_of(call)).SCALES_FILL_K
+
+    assert fills("fp8_per_token_head")
+    assert fills("fp8_per_token_head", "fp8_e4m3")
+    assert fills("fp8_e4m3", "int8_per_token_head")
+    assert fills("int8_per_token_head", q=torch.bfloat16, precision="fast")
+    assert not fills("fp8_e4m3")
+    assert not fills("int8_per_token_head"), "the converter fills them"
+    for k_format, v_format in (("fp8_e4m3", "int8_per_token_head"), ("fp8_per_token_head", "fp8_per_token_head")):
+        v = call_of(v_format, head_dim=512)
+        call = call_of(k_format, head_dim=512, dtype=torch.float8_e4m3fn, precision="fast")
+        call = call._replace(v_format=v_format, v_cache=v.v_cache, v_scale_cache=v.v_scale_cache)
+        (k,) = compile_launches(attention.run, call, attention.configure(facts_of(call)), 90)
+        assert k["shared"] <= SHARED
+        assert k["n_spills"] <= since({(3, 6): 0, (3, 7): 256})
 
 
 def test_the_converting_warps_meet_seldom_and_sort_no_halves_of_registers():

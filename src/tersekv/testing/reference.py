@@ -23,7 +23,7 @@ from ..calls import (
     MLAPrefillCall,
     MLAProjectCall,
 )
-from ..formats import latent_format, pair_of
+from ..formats import TOKEN_HEAD, latent_format, pair_of
 from . import reference_append, reference_index, reference_lists, reference_rotation, reference_transcode
 from .codes import column, decode, encode, quantise_latents, read_rows, write_rows
 from .memory import put, take
@@ -33,12 +33,15 @@ from .memory import put, take
 PRODUCT = 2.0**-10
 # How far a query is off, of itself, where it is scaled and rotated to meet keys that are, and then rounded to fp16.
 TURNED = 2.0**-12
+# How far a column of a query is off, of a step of its row's int8 codes: uniformly rounded.
+ROUNDED = 12**-0.5
 
 
 class Expected(NamedTuple):
     """values: fp64, by name of a written field. rows: (pages, slots) of latent rows that are right to a tolerance.
     requantised: values were quantised on the way, where a code may differ by one. lse_rounding: how far each LSE moves
-    if products of a score are off by PRODUCT of themselves, or a query by TURNED, at random; None where none is.
+    if products of a score are off by PRODUCT of themselves, or a query by TURNED or by ROUNDED, at random; None where
+    none is.
     bounds: of values that may be infinite, how far each may be off."""
 
     values: dict[str, Tensor]
@@ -60,11 +63,20 @@ def run(op: str, call: Any, done: Any = None) -> Expected:
 
 
 def _decode(call: AttentionCall) -> Expected:
-    return _kv_attention(call, eight_bit_products=False)
+    return _kv_attention(call, eight_bit_products=_has_8_bit_query(call, "e4m3"))
 
 
 def _prefill(call: AttentionCall) -> Expected:
-    return _kv_attention(call, eight_bit_products=call.q.dtype == call.k_cache.dtype == torch.float8_e4m3fn)
+    e4m3_query = call.q.dtype == call.k_cache.dtype == torch.float8_e4m3fn
+    return _kv_attention(call, eight_bit_products=e4m3_query or _has_8_bit_query(call, "e4m3"))
+
+
+def _has_8_bit_query(call: AttentionCall, code: str) -> bool:
+    """Whether precision="fast" permits to quantise a 16-bit query: keys of this code have a scale each."""
+    k = pair_of(call)[0]
+    return call.precision == "fast" and call.q.dtype.itemsize == 2 and call.k is None and (
+        (k.code, k.scale) == (code, TOKEN_HEAD)
+    )
 
 
 def _kv_attention(call: AttentionCall, eight_bit_products: bool) -> Expected:
@@ -96,10 +108,13 @@ def _kv_attention(call: AttentionCall, eight_bit_products: bool) -> Expected:
         if eight_bit_products:
             products = torch.einsum("rhgd,nhd->rhgn", q.square(), k.square()).flatten(1, 2)
             rounding[start:stop] = _moved(p, products, scale)
-        if turn != (None, None):
-            q, k = reference_rotation.together(q, k, *turn)
-            each = q * torch.einsum("rhgn,nhd->rhgd", p.unflatten(1, (heads, group)), k)
-            rounding[start:stop] += TURNED * scale * each.norm(dim=-1).flatten(1)
+        int8_query = _has_8_bit_query(call, "int8")
+        if turn != (None, None) or int8_query:
+            q, k = (q, k) if turn == (None, None) else reference_rotation.together(q, k, *turn)
+            mean_key = torch.einsum("rhgn,nhd->rhgd", p.unflatten(1, (heads, group)), k)
+            step = q.abs().amax(-1, keepdim=True) / 127 if int8_query else torch.zeros(())
+            each = (TURNED * q * (turn != (None, None)), ROUNDED * step)
+            rounding[start:stop] += sum(scale * (x * mean_key).norm(dim=-1).flatten(1) for x in each)
     return _attention(call, out * float(_pick(call, "out_scale")), lse)._replace(lse_rounding=rounding)
 
 
