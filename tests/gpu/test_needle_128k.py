@@ -30,6 +30,12 @@ def test_prefill_finds_it_with_probabilities_in_8_bits():
     assert max(errors_of_many_rows("fp8_e4m3", TOKENS, "cuda", torch.float8_e4m3fn, precision="fast")) <= FAST
 
 
+@pytest.mark.parametrize("fmt", ["int8_per_token_head", "fp8_per_token_head"])
+def test_prefill_finds_it_with_a_query_in_8_bits(fmt):
+    torch.manual_seed(5)
+    assert max(errors_of_many_rows(fmt, TOKENS, "cuda", precision="fast")) <= FAST
+
+
 @pytest.mark.parametrize("fmt", LATENT_FORMATS)
 def test_mla_decode_finds_one_key_among_many(fmt):
     torch.manual_seed(2)

@@ -36,6 +36,29 @@ _FAST = {
     "many requests": {"lens": (40,) * 70, "q_lens": (33,) * 70, "page": 16},
     "large": {"heads": 4, "lens": (4096, 2500), "q_lens": (1024, 700), "page": 16},
 }
+# Of a query in 16 bits, which becomes int8 or the sum of two e4m3.
+_QUANTIZED = {
+    "plain": {},
+    "pages of 16, heads apart": {"page": 16, "layout": "HND", "sinks": True},
+    "tail": {"scales": "tail", "page": 48},
+    "window": {"window": 100},
+    "narrow window": {"window": 3, "page": 16},
+    "soft cap": {"softcap": 20.0},
+    "D 64": {"dim": 64, "group": 6},
+    "D 96": {"dim": 96, "group": 5},
+    "D 256": {"dim": 256},
+    "D 192, Dv 128": {"dim": 192, "dim_v": 128},
+    "fp16": {"dtype": "float16", "spread": True},
+    "more rows than tokens": {"lens": (3, 90), "q_lens": (90, 9), "page": 16},
+    "many requests": {"lens": (40,) * 70, "q_lens": (33,) * 70, "page": 16},
+    "large": {"heads": 4, "lens": (4096, 2500), "q_lens": (1024, 700), "page": 16},
+    "turned": {"rotation": "kv", "channels": "kv"},
+    "turned, D 64": {"rotation": "k", "dim": 64, "dtype": "float16"},
+    "int4 values": {"v_format": "int4_per_token_head"},
+    "fp8 values": {"v_format": "fp8_e4m3"},
+    "D 512, as it is": {"dim": 512, "heads": 1},
+    "new rows, as it is": {"new_rows": True},
+}
 VARIANTS = {
     "plain": {},
     "pages of 16, heads apart": {"page": 16, "layout": "HND"},
@@ -69,6 +92,8 @@ VARIANTS = {
     "e4m3 query, many requests": {**_E4M3, "lens": (40,) * 70, "q_lens": (33,) * 70, "page": 16},
     "e4m3 query, large": {**_E4M3, "heads": 4, "lens": (4096, 2500), "q_lens": (1024, 700), "page": 16},
     **{f"fast, {name}": {**_E4M3, "precision": "fast", **more} for name, more in _FAST.items()},
+    **{f"quantized, {name}": {"precision": "fast", **more} for name, more in _QUANTIZED.items()},
+    "e4m3 query, values with a scale each": {**_E4M3, "v_format": "int8_per_token_head", "page": 16},
     "e5m2 query": {"dtype": "float8_e5m2", "out_dtype": "float16", "dim": 64},
     "fp16 query": {"dtype": "float16"},
     "D 256": {"dim": 256},
@@ -120,13 +145,14 @@ _SEEN_ONCE = (
 )
 _DIRECT = tuple(name for name in VARIANTS if name.startswith(("e4m3 query", "fast")))  # such queries meet codes of keys
 _TURNED = tuple(name for name in VARIANTS if name.startswith("turned"))
+_TERMS = tuple(name for name in VARIANTS if name.startswith("quantized"))
 FORMATS = {
     "bf16": (*_SEEN_ONCE, "turned values", "turned values, new rows"),
     "fp8_e4m3": (*_SEEN_ONCE, *_DIRECT, *_TURNED),
     "fp16": (*_FEW, "turned", "turned, D 96", "turned, new rows"),
     "fp8_e5m2": ("plain", "D 64"),
-    "int8_per_token_head": (*_OF_TOKENS, *_TURNED),
-    "fp8_per_token_head": ("plain", "wide window", "spread", "new rows"),
+    "int8_per_token_head": (*_OF_TOKENS, *_TURNED, *_TERMS),
+    "fp8_per_token_head": ("plain", "wide window", "spread", "new rows", *_DIRECT, *_TERMS),
     "int4_per_token_head": (*_OF_TOKENS, *_TURNED),
     "nvfp4": (*_OF_BLOCKS, "turned", "turned, D 96", "turned, new rows"),
 }

@@ -60,8 +60,8 @@ def decode(
                         default: q's dtype, bf16 for an 8-bit q
         out_scale:      multiplies the output before its cast: float or fp32 tensor [1]
         lse:            [T, Hq] fp32 to write into; return_lse returns it too; natural log, sinks included
-        precision:      "exact"; "fast" is a permission: a backend may then hold probabilities in 8 bits where
-                        arithmetic is the bound (about 2.5e-2 relative norm), as in `prefill` where it runs the
+        precision:      "exact"; "fast" is a permission: a backend may then hold probabilities or queries in 8 bits
+                        where arithmetic is the bound (up to 3e-2 relative norm), as in `prefill` where it runs the
                         kernels of `prefill`; all else is computed exactly
         batch_invariant:  a request's bits do not depend on the other requests: its keys are split by its own length
                         alone. On one device and backend, for equal sizes, strides and options; docs/serving.md has

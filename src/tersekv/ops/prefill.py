@@ -69,10 +69,13 @@ def prefill(
                         default: q's dtype, bf16 for an 8-bit q
         out_scale:      multiplies the output before its cast: float or fp32 tensor [1]
         lse:            [T, Hq] fp32 to write into; return_lse returns it too; natural log, sinks included
-        precision:      "exact"; "fast" is a permission: a backend may then hold probabilities in 8 bits where
-                        arithmetic is the bound (about 2.5e-2 relative norm). Hopper's does for e4m3 queries over an
-                        fp8_e4m3 cache with heads up to 128, without `k` and `v`; with wider heads QK runs in 8
-                        bits; all else is computed exactly
+        precision:      "exact"; "fast" is a permission: a backend may then hold probabilities or queries in 8 bits
+                        where arithmetic is the bound (up to 3e-2 relative norm). Hopper's does without `k` and `v`.
+                        e4m3 queries over an fp8_e4m3 cache: probabilities, with heads up to 128 (2.5e-2); with wider
+                        heads QK runs in 8 bits, over fp8_per_token_head too. bf16 and fp16 queries, heads up to 256:
+                        over int8_per_token_head, rows become int8 codes times a scale (6.5e-3 of outputs where
+                        scores are N(0, 1), and `lse` moves by as much of its scores); over fp8_per_token_head, sums
+                        of two e4m3 (6e-4). All else is computed exactly
         batch_invariant:  a request's bits do not depend on the other requests: its keys are split by its own length
                         alone. On one device and backend, for equal sizes, strides and options; docs/serving.md has
                         the cost. "prefill": nor on the rows beside it: a token has the same bits through `decode` and

@@ -236,6 +236,8 @@ def _prefill(base: Case, i: int) -> Iterator[Case]:
         replace(new, name="new rows D 320 Dv 512 window", dim=320, dim_v=512, group=16, heads=1, window=40, page=8),
         replace(base, name="D 512 Dv 128 MHA", dim=512, dim_v=128, group=1, lens=(170, 9), q_lens=(170, 9), page=16),
         replace(base, name="e4m3 query e5m2 out", dtype="float8_e4m3fn", out_dtype="float8_e5m2", lse=False),
+        replace(base, name="fast window sinks", precision="fast", lens=(170, 4, 0, 300), q_lens=(40, 4, 0, 130),
+                window=90, sinks=True, page=64),
         replace(base, name="no tokens", lens=(4, 0), q_lens=(0, 0)),
         replace(new, name="fp32", dtype="float32", lse=False),
         replace(

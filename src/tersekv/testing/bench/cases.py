@@ -230,8 +230,10 @@ def grid(
 
 def _may_be_fast(case: Case) -> bool:
     """Whether precision="fast" permits more."""
-    eight_bits = case.format != "bf16" if case.op == "mla_decode" else case.op == "prefill" and case.query != "bf16"
-    return eight_bits and not case.host
+    if case.op == "mla_decode":
+        return case.format != "bf16" and not case.host
+    has_token_scales = case.format in ("fp8_per_token_head", "int8_per_token_head")
+    return case.op == "prefill" and (case.query != "bf16" or has_token_scales) and not case.host
 
 
 def _append(s: Sizes) -> Iterator[Case]:
