@@ -283,7 +283,7 @@ _DIRECT = {
 
 @pytest.mark.parametrize("name", _DIRECT)
 def test_keys_with_a_scale_each_are_multiplied_in_8_bits(name):
-    """With precision="fast" a 16-bit query is quantised: to int8, or to the sum of two e4m3. An e4m3 one is as it is."""
+    """With precision="fast" a 16-bit query is quantised: to int8, or to the sum of two e4m3. An e4m3 one is not."""
     (fmt, dtype, dim, lies), products, spills, in_loops = _DIRECT[name]
     call = call_of(fmt, head_dim=dim, dtype=dtype, precision="exact" if dtype.itemsize == 1 else "fast")
     call = turned(call) if lies else call
@@ -298,6 +298,7 @@ def test_keys_with_a_scale_each_are_multiplied_in_8_bits(name):
 
 def test_scales_fill_the_stages_of_keys_that_are_not_converted():
     """Else consumers could read those of an earlier tile: of K, or of V beside keys with one scale for all."""
+
     def fills(fmt: str, v_fmt: str | None = None, q: torch.dtype = torch.float8_e4m3fn, **changes) -> bool:
         call = call_of(fmt, dtype=q, **changes)
         if v_fmt is not None:

@@ -74,8 +74,11 @@ def _prefill(call: AttentionCall) -> Expected:
 def _has_8_bit_query(call: AttentionCall, code: str) -> bool:
     """Whether precision="fast" permits to quantise a 16-bit query: keys of this code have a scale each."""
     k = pair_of(call)[0]
-    return call.precision == "fast" and call.q.dtype.itemsize == 2 and call.k is None and (
-        (k.code, k.scale) == (code, TOKEN_HEAD)
+    return (
+        call.precision == "fast"
+        and call.q.dtype.itemsize == 2
+        and call.k is None
+        and ((k.code, k.scale) == (code, TOKEN_HEAD))
     )
 
 

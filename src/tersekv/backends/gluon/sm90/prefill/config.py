@@ -231,8 +231,8 @@ def _first_and_second_consumer_registers(
     8192 tokens, 24/4 heads of 256, H100, 2026-11-26, TFLOP/s with 208 and 216: fp8 536 and 537, fp8 per token and head
     448 and 470, int8 440 and 456; nvfp4 467 and 377, int4 448 and 414, whose converter spills.
 
-    QK in 8 bits with token scales, heads of 128: bytes that spill, outside long loops, with 208, 216 and 224: int8 80, 48
-    and 120 (ptxas of Triton 3.6).
+    QK in 8 bits with token scales, heads of 128: bytes that spill, outside long loops, with 208, 216 and 224: int8 80,
+    48 and 120 (Triton 3.6).
 
     16/4 heads of 512 with 208 and 176, 216 and 168, 232 and 160: fp8 339, 345 and 346; int8 294, 299 with the last two.
     """
@@ -241,7 +241,7 @@ def _first_and_second_consumer_registers(
     if max_head_dim > 256:  # the second one computes no scores
         return 232, 160
     qk_8bit, _ = _has_8bit_qk_and_q_terms(f, max_head_dim)
-    registers = 216 if qk_8bit and k.TOKEN_SCALES or _has_fp8_pv(f, max_head_dim) else 208
+    registers = 216 if (qk_8bit and k.TOKEN_SCALES) or _has_fp8_pv(f, max_head_dim) else 208
     if max_head_dim > 128:
         registers = 208 if 4 in (k.PACK, v.PACK) else 216
     return registers, registers

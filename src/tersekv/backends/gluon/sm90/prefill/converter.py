@@ -491,7 +491,7 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
                 page_ids = load_page_id_of_each_key(page_table, n_start - 2 * cfg.BLOCK_N, key_begin, key_end, cfg)
                 if cfg.SCALES_FILL_K and not cfg.COLUMN_SPLIT:
                     acquire_k_stages_and_store_k_scales(stored_scales, k_stages, scales[0], iter, cfg)
-                elif cfg.SCALES_FILL_K:
+                elif cfg.SCALES_FILL_K:  # noqa: SIM102 - known to the compiler, unlike the other
                     if i < num_n_blocks:
                         acquire_k_stages_and_store_k_scales(stored_scales, k_stages, scales[0], iter, cfg)
                 store_tile_v_scale_and_packed_row_scales(stored_scales, scales, code_iter, cfg)

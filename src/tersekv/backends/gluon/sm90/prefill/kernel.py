@@ -183,9 +183,7 @@ def prefill_kernel(
     )
     if cfg.QK_8BIT:
         WRITERS: gl.constexpr = 2 if cfg.SCALES_FILL_K else 1  # the copy, and the converter
-        k_stages = allocate_stages_and_mbarriers(
-            gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_K, READERS, WRITERS
-        )
+        k_stages = allocate_stages_and_mbarriers(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_K, READERS, WRITERS)
     else:
         k_stages = allocate_stages_and_mbarriers(MMA_DTYPE, cfg.K_STAGES, cfg.BLOCK_N, cfg.K_COLUMNS, READERS)
     if cfg.FP8_PV:

@@ -27,13 +27,13 @@ def score_layout(cfg):
 def view_query_as_8bit(
     q_stages, I_CONSUMER: gl.constexpr, DTYPE: gl.constexpr, cfg: gl.constexpr, I_HALF: gl.constexpr = 0
 ):
-    """Returns a view of 8-bit query rows: they fill the first half of their 16-bit memory, or second terms the other."""
+    """Returns a view of 8-bit query rows: they fill the first half of their 16-bit memory; second terms the other."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(cfg.D, 128), 8, 2)
     return reinterpret(q_stages.tiles, DTYPE, [4, ROWS_PER_WARPGROUP, cfg.D], LAYOUT).index(2 * I_CONSUMER + I_HALF)
 
 
 # Four numbers of fp16 as e4m3, and what that leaves of them, as e4m3.
-# NOTE: pairs of codes are read back from whole registers: ptxas carries a pair of its own through all loops, and spills.
+# NOTE: pairs of codes are read back from whole registers: ptxas carries 16-bit ones through all loops, and spills.
 _TWO_E4M3_PTX = gl.constexpr(
     """{
     .reg .b16 low, high;
