@@ -255,7 +255,7 @@ def _has_8bit_qk_and_q_terms(f: SimpleNamespace, max_head_dim: int) -> tuple[boo
 
     precision="fast", keys with a scale each: a 16-bit query is quantized per row. Over int8 to int8, which moves
     outputs by 6.5e-3 where scores are N(0, 1). One e4m3 number would move them by 2.7e-2, 4.7e-2 at twice the scores,
-    so over e4m3 it is the sum of two, 6e-4: as many MMA steps as in 16 bits.
+    so over e4m3 it is the sum of two, which a bf16 query is exactly (fp16: 6e-4): as many MMA steps as in 16 bits.
     """
     k, is_fast = kv_format(f.format), f.precision == "fast"
     if f.k is not None:
