@@ -16,23 +16,36 @@ from ..host.attention_launches import (
     output_and_workspace_args,
     page_table_lengths_and_softmax_scale_args,
 )
-from ..host.bind import HostAction, KernelLaunch, LaunchSequence, TensorMapArg, stride_args, tensor_args
+from ..host.bind import (
+    HostAction,
+    KernelLaunch,
+    LaunchSequence,
+    TensorArg,
+    TensorMapArg,
+    Workspace,
+    stride_args,
+    tensor_args,
+)
 from ..host.kernel_config import KernelConfig
+from ..host.key_lists import LISTS_AS_PAGES, NO_LISTS, facts_with_listed_rows_as_requests
 from ..triton.decode import config as portable_tune
 from ..triton.decode import entry as portable
 from ..triton.parts.kv_cache_args import mask_args, needs_two_term_query
+from ..triton.parts.listed_pages import LENS, PAGES, list_pages_launch, listed_pages_slices, num_listed_pages
 from .sm90.decode.combine import combine_kernel
 from .sm90.decode.config import (
     MAX_PART_COLUMNS,
     MAX_ROWS_16BIT,
     TileConfig,
     assigns_one_request_per_cta,
+    can_have_key_parts,
     choose_block_m,
     choose_combine_rows_splits_columns,
     choose_fused_combine_rows_splits_columns,
     choose_heads_per_cta,
     choose_tile_config,
     facts_with_head_dim_parts_as_heads,
+    has_list_per_head,
     has_padded_head_dims,
     head_dims_fit_kernel_of_rows_64,
     is_large_m,
@@ -97,6 +110,7 @@ class DecodeTileConfig(KernelConfig):
     FUSED_COMBINE_COLUMNS: int  # loaded at once
     UNSPLIT: bool  # a CTA takes one request; nothing is split
     KEY_PARTS: int = 1  # parts of one head's keys, each of which takes the place of a head
+    LIST_PER_HEAD: bool = False  # page table and lengths are [HEADS, B]: those of listed blocks
 
     @property
     def KV_HEADS_PER_CTA(self) -> int:
@@ -104,6 +118,7 @@ class DecodeTileConfig(KernelConfig):
         return self.HEADS_PER_CTA // self.KEY_PARTS
 
 
+MAX_LISTED_PAGES = 1 << 26  # of all lists: 256 MB of workspace
 SUPPORTED_CODES = ("bf16", "fp16", "e4m3", "e5m2", "int8", "e2m1", "int4")
 
 
@@ -115,7 +130,9 @@ class Config(NamedTuple):
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    f = facts_with_head_dim_parts_as_heads(f)
+    if f.indices is not None and (reason := _why_not_with_lists(f)):
+        return reason
+    f = facts_with_head_dim_parts_as_heads(facts_with_listed_rows_as_requests(f, f.k_cache.shape[1]))
     if f.batch_invariant:  # they split a request's keys by the whole batch
         return f"takes no {BATCH_INVARIANCE} yet"
     fmt, v_fmt = pair_of(f)
@@ -153,6 +170,11 @@ def why_not(f: SimpleNamespace) -> str | None:
         return f"wants pages of a multiple of {MIN_KEYS_PER_COPY}, got {f.k_cache.shape[1]}"
     if f.q.dtype == torch.float32:
         return "wants a 16-bit or 8-bit q, got float32"
+    return _why_not_list_per_head(f) if has_list_per_head(f) else _why_not_tensor_maps(f)
+
+
+def _why_not_tensor_maps(f: SimpleNamespace) -> str | None:
+    """Returns why the caches cannot be copied by tensor maps."""
     keys, parts, heads = min_keys_per_copy(f.k_cache.shape[1]), f.head_dim_parts, choose_heads_per_cta(f)
     if parts > 1:
         heads = choose_heads_per_cta(f, choose_tile_config(f, choose_block_m(f)).heads_per_cta)
@@ -160,7 +182,7 @@ def why_not(f: SimpleNamespace) -> str | None:
         if kv_map_spec_or_none(getattr(f, name), heads, keys, parts) is None:
             apart = "multiples of 16 bytes, or of 8 with heads side by side, an even number of them"
             return f"wants {name} with rows at equal distances that are {apart}"
-    for x, side in ((fmt, f.k_scale_cache), (v_fmt, f.v_scale_cache)):
+    for x, side in zip(pair_of(f), (f.k_scale_cache, f.v_scale_cache), strict=True):
         if (
             side is not None
             and not is_large_m(f)
@@ -174,6 +196,25 @@ def why_not(f: SimpleNamespace) -> str | None:
                 else f"{beside}, and 128 bytes of {keys} keys in pages of no multiple of {MMA_KEYS}"
             )
     return None
+
+
+def _why_not_with_lists(f: SimpleNamespace) -> str | None:
+    """Returns why lists of blocks cannot become page tables (`triton/parts/listed_pages`)."""
+    page = f.k_cache.shape[1]
+    if f.block_size % page:
+        return f"wants lists of whole pages, of {page} tokens, got blocks of {f.block_size}"
+    pages = f.out.shape[0] * f.indices.shape[1] * num_listed_pages(f)
+    return None if pages <= MAX_LISTED_PAGES else f"wants lists of {MAX_LISTED_PAGES} pages in all, got {pages}"
+
+
+def _why_not_list_per_head(f: SimpleNamespace) -> str | None:
+    """Returns what these kernels want of a list per KV head: that key parts can read one head."""
+    if can_have_key_parts(f, choose_block_m(f)):
+        return None
+    return (
+        "wants, with a list per KV head, at most 16 query rows of each, heads of 64, 128 or 256, rows that lie as they "
+        "are, pages of a multiple of 16, and stored scales that can be copied for one head"
+    )
 
 
 def _why_not_with_head_dim_parts(f: SimpleNamespace) -> str | None:
@@ -191,6 +232,7 @@ def _why_not_with_head_dim_parts(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> Config:
+    call_facts, f = f, facts_with_listed_rows_as_requests(f, f.k_cache.shape[1])
     f = facts_with_head_dim_parts_as_heads(f)
     (fmt, v_fmt), tuned, (d, dv) = pair_of(f), choose_tile_config(f, choose_block_m(f)), padded_head_dims(f)
     base_cfg = portable.kernel_constants(f, portable_tune.choose_tile_config(f, fmt), True)
@@ -218,7 +260,8 @@ def configure(f: SimpleNamespace) -> Config:
     if unsplit or uses_fused_combine(f, tuned.block_n, ranges * groups, ranges, size):
         fused_tile = choose_fused_combine_rows_splits_columns(valid_rows, partial_columns)
     cfg = replace(
-        base_cfg, BLOCK_M=block_m, BLOCK_N=tuned.block_n, MIN_BLOCKS_PER_RANGE=tuned.min_blocks_per_range,
+        base_cfg, LIST=NO_LISTS if f.indices is None else LISTS_AS_PAGES,
+        BLOCK_M=block_m, BLOCK_N=tuned.block_n, MIN_BLOCKS_PER_RANGE=tuned.min_blocks_per_range,
         K_ROWS_PER_PAGE=kv_specs[0].rows_per_page, V_ROWS_PER_PAGE=kv_specs[1].rows_per_page,
         D=d, PACK=v.PACK, PACKED_K=d // k.PACK, PACKED_V=packed_v, BLOCK_DV=block_dv,
         K_RESIDUAL_SCALE=_residual_scale(k.CODE, tuned.shared_tiles),
@@ -227,7 +270,7 @@ def configure(f: SimpleNamespace) -> Config:
     )  # fmt: skip
     num_splits, num_rows = ranges // max(requests, 1) + 2, cta_heads * valid_rows
     combine_tile = choose_combine_rows_splits_columns(num_splits, num_rows, partial_columns)
-    tiles = m_blocks, valid_rows, *combine_tile, *fused_tile, unsplit, tuned.key_parts
+    tiles = m_blocks, valid_rows, *combine_tile, *fused_tile, unsplit, tuned.key_parts, has_list_per_head(f)
     shape = _make_tile_config(f, tuned, k, v, kv_specs[0], (cta_heads, f.head_dim_parts), tiles)
     tensor_map_specs = dict(zip(("K", "V", "K_SCALES", "V_SCALES"), (*kv_specs, *scales), strict=True))
     grid = requests * m_blocks * groups, -(-num_rows // combine_tile[0]) * (partial_columns // combine_tile[2])
@@ -243,14 +286,24 @@ def configure(f: SimpleNamespace) -> Config:
     combine, metadata_size = None, 8 * ranges * groups  # of counters
     if not any(fused_tile):
         sizes = {"num_workspace_ranges": ranges, "cfg": replace(cfg, BLOCK_B=0), "tile_cfg": shape}
-        args = shared_args | tensor_args(CU_SEQLENS_Q="cu_seqlens_q") | sizes
+        args = shared_args | _cu_seqlens_q_arg(f) | sizes
         combine = KernelLaunch(combine_kernel, grid, args, num_warps=4, launch_pdl=True)
         metadata_size = 2 * grid[0]
     scratch = 2 * ranges * heads * block_m * cfg.PARTIAL_COLUMNS + metadata_size
     return Config(
         cfg, shape, {n: spec for n, spec in tensor_map_specs.items() if spec is not None},
-        attention_launches(f, split_pass, combine, scratch),
+        _prepend_list_pages_launch(call_facts, attention_launches(f, split_pass, combine, scratch), scratch),
     )  # fmt: skip
+
+
+def _prepend_list_pages_launch(
+    f: SimpleNamespace, launches: LaunchSequence | HostAction, workspace_floats: int
+) -> LaunchSequence | HostAction:
+    """Returns the launches, behind that of listed pages if there are lists, which shares their workspace."""
+    if f.indices is None or not launches.kernel_launches:
+        return launches
+    workspace = Workspace(workspace_floats, listed_pages_slices(f))
+    return LaunchSequence(list_pages_launch(f), *launches.kernel_launches, workspace=workspace)
 
 
 def _max_cta_ranges(f: SimpleNamespace, tuned: TileConfig, heads_per_cta: int) -> int:
@@ -299,11 +352,25 @@ def _split_pass_args(f: SimpleNamespace, tensor_map_specs: dict[str, TensorMapSp
     }
     return (
         page_table_lengths_and_softmax_scale_args(f)
+        | _listed_pages_args_or_empty(f)
         | tensors
         | tensor_map_args
         | scalar_args
         | stride_args(f.q, stride_q_="th")
     )
+
+
+def _cu_seqlens_q_arg(f: SimpleNamespace) -> dict[str, Any]:
+    """Returns CU_SEQLENS_Q; None with lists, whose rows are requests."""
+    return {"CU_SEQLENS_Q": None} if f.indices is not None else tensor_args(CU_SEQLENS_Q="cu_seqlens_q")
+
+
+def _listed_pages_args_or_empty(f: SimpleNamespace) -> dict[str, Any]:
+    """Returns the page table that lists became, in place of the call's."""
+    if f.indices is None:
+        return {}
+    table = {"PAGE_TABLE": TensorArg(PAGES), "SEQ_LENS": TensorArg(LENS), "stride_table_b": f.page_table.shape[1]}
+    return table | _cu_seqlens_q_arg(f)
 
 
 def _make_tile_config(

@@ -28,6 +28,7 @@ class KeyListConfig(KernelConfig):
 
 
 NO_LISTS = KeyListConfig()
+LISTS_AS_PAGES = KeyListConfig(LENGTH=0)  # of kernels whose page table was made of lists
 
 
 def key_list_config(f: SimpleNamespace) -> KeyListConfig:

@@ -175,7 +175,7 @@ def load_and_combine_partials(
     """Returns (row_max, row_sum, acc_o of column block i_column_block) of `num_partials` splits: those of CTA ranges
     first_combined_range, first_combined_range + range_step, …"""
     L: gl.constexpr = fused_combine_acc_layout(cfg, gl.num_warps())
-    o_row = gl.arange(0, tile_cfg.HEADS_PER_CTA * tile_cfg.FUSED_COMBINE_ROWS, gl.SliceLayout(1, L))
+    o_row = gl.arange(0, tile_cfg.KV_HEADS_PER_CTA * tile_cfg.FUSED_COMBINE_ROWS, gl.SliceLayout(1, L))
     o_d = i_column_block * tile_cfg.FUSED_COMBINE_COLUMNS + gl.arange(
         0, tile_cfg.FUSED_COMBINE_COLUMNS, gl.SliceLayout(0, L)
     )
@@ -218,7 +218,7 @@ def store_already_combined_partial_over_first_split(
 ):  # fmt: skip
     """Stores the result of the first level to the slot of its first split."""
     L: gl.constexpr = acc_o.type.layout
-    o_row = gl.arange(0, tile_cfg.HEADS_PER_CTA * tile_cfg.FUSED_COMBINE_ROWS, gl.SliceLayout(1, L))
+    o_row = gl.arange(0, tile_cfg.KV_HEADS_PER_CTA * tile_cfg.FUSED_COMBINE_ROWS, gl.SliceLayout(1, L))
     o_d = i_column_block * tile_cfg.FUSED_COMBINE_COLUMNS + gl.arange(
         0, tile_cfg.FUSED_COMBINE_COLUMNS, gl.SliceLayout(0, L)
     )
@@ -242,7 +242,7 @@ def store_combined_output_and_lse(
     """Stores column block i_column_block of finished rows to `out`, and their LSE."""
     OUT, LSE = tensors.OUT, tensors.LSE
     L: gl.constexpr = unrotated_acc_o.type.layout
-    o_row = gl.arange(0, tile_cfg.HEADS_PER_CTA * tile_cfg.FUSED_COMBINE_ROWS, gl.SliceLayout(1, L))
+    o_row = gl.arange(0, tile_cfg.KV_HEADS_PER_CTA * tile_cfg.FUSED_COMBINE_ROWS, gl.SliceLayout(1, L))
     o_d = i_column_block * tile_cfg.FUSED_COMBINE_COLUMNS + gl.arange(
         0, tile_cfg.FUSED_COMBINE_COLUMNS, gl.SliceLayout(0, L)
     )
@@ -336,7 +336,7 @@ def combine_kernel(
     # Tile scheduler: the work tile, and the CTA ranges that hold its splits
     i_work_tile, i_column_block = tl.program_id(0), tl.program_id(1)
     first_head, m_block, i_request = (
-        i_work_tile % tile_cfg.HEAD_GROUPS * tile_cfg.HEADS_PER_CTA,
+        i_work_tile % tile_cfg.HEAD_GROUPS * tile_cfg.KV_HEADS_PER_CTA,
         i_work_tile // tile_cfg.HEAD_GROUPS % tile_cfg.MAX_M_BLOCKS,
         i_work_tile // (tile_cfg.HEAD_GROUPS * tile_cfg.MAX_M_BLOCKS),
     )
@@ -354,7 +354,7 @@ def combine_kernel(
         o_row = i_column_block // CHUNKS * tile_cfg.COMBINE_ROWS + tl.arange(0, tile_cfg.COMBINE_ROWS)
         kv_heads, row_in_tile = first_head + o_row // tile_cfg.VALID_ROWS, o_row % tile_cfg.VALID_ROWS
         q_row = m_block * cfg.BLOCK_M + row_in_tile
-        m_row = (q_row < seqlen_q * cfg.GROUP) & (o_row < tile_cfg.HEADS_PER_CTA * tile_cfg.VALID_ROWS)
+        m_row = (q_row < seqlen_q * cfg.GROUP) & (o_row < tile_cfg.KV_HEADS_PER_CTA * tile_cfg.VALID_ROWS)
         o_split = tl.arange(0, tile_cfg.COMBINE_SPLITS)
         o_d = i_column_block % CHUNKS * tile_cfg.COMBINE_COLUMNS + tl.arange(0, tile_cfg.COMBINE_COLUMNS)
         # Combine: COMBINE_SPLITS splits at a time, rescaled to the common maximum and summed

@@ -67,18 +67,24 @@ def facts_with_head_dim_parts_as_heads(f: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(**vars(f) | changed, head_dim_parts=parts)
 
 
+def has_list_per_head(f: SimpleNamespace) -> bool:
+    """Returns whether each KV head has a list of blocks of its own."""
+    return f.indices is not None and f.indices.shape[1] > 1
+
+
 def num_query_rows(f: SimpleNamespace) -> int:
     """Returns the most query rows of a KV head in a request: tokens × group."""
     return f.max_q_len * f.q.shape[1] // max(f.k_cache.shape[2], 1)
 
 
 def max_small_m_rows(f: SimpleNamespace) -> int:
-    """Returns the query rows of a KV head up to which each warp dequantizes for itself; pairs have no other kernel.
+    """Returns the query rows of a KV head up to which each warp dequantizes for itself; pairs and lists have no other
+    kernel.
 
     int4 follows the measurements of nvfp4.
     """
     k, v = pair_of(f)
-    if k != v or not head_dims_fit_kernel_of_rows_64(f):
+    if k != v or f.indices is not None or not head_dims_fit_kernel_of_rows_64(f):
         return SMALL_M_ROWS
     if has_4bit_codes(f):
         # By decode_producer_warp: each warp of four heads unpacks once for all 32 rows. 64 × 8K: 413 → 352 µs, 16 × 8K:
@@ -141,6 +147,8 @@ def choose_block_m(f: SimpleNamespace) -> int:
 
 def choose_heads_per_cta(f: SimpleNamespace, max_heads: int = 4) -> int:
     """Returns the KV heads of a CTA, or twice as many parts of them."""
+    if has_list_per_head(f):
+        return 1
     return next(n for n in (8, 4, 2, 1) if n <= max_heads * f.head_dim_parts and f.k_cache.shape[2] % n == 0)
 
 
@@ -172,7 +180,7 @@ def choose_tile_config(f: SimpleNamespace, block_m: int) -> TileConfig:
             producer_warp=choose_heads_per_cta(f) == 4,
             block_n=32 if _has_many_short_requests(f, SHORT_CONTEXT_4BIT) else 64,
         )
-    if can_have_key_parts(f, block_m) and uses_key_parts(f):
+    if has_list_per_head(f) or (can_have_key_parts(f, block_m) and uses_key_parts(f)):
         return key_parts_config_with_max_stages(f, block_m)
     max_dim = max(padded_head_dims(f))
     if (fmt.storage.itemsize == 2 and max_dim > 64) or (has_padded_head_dims(f) and max_dim > 128):
@@ -424,6 +432,9 @@ def assigns_one_request_per_cta(
     to 148: 19.0 → 13.9.
     """
     max_keys = f.page_table.shape[1] * f.k_cache.shape[1]
+    if has_list_per_head(f):
+        fewest = KEY_PARTS_VERY_SHORT_CTAS_PER_SM if max_keys <= KEY_PARTS_VERY_SHORT_KEYS else KEY_PARTS_CTAS_PER_SM
+        return fewest[0] * launch.num_sms(f) <= f.seq_lens.shape[0] * num_head_groups <= num_ctas
     if tile_config.key_parts > 1:
         return True
     fills_ctas = 0.9 * num_ctas <= f.seq_lens.shape[0] * num_head_groups <= 1.5 * num_ctas

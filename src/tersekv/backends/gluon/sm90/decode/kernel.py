@@ -8,9 +8,12 @@ n_block of its work tile. In the main loop warps synchronize only before a stage
 whose operands each warp holds itself (`layouts`). With LARGE_M a CTA has one head, whose rows share the dequantized
 tiles (`shared_tiles`).
 
-With KEY_PARTS a CTA has one head of one request, and parts of its keys take the place of heads: MMA tile j of an
-n_block is 16 keys of each part, those of part p from key 16 (KEY_PARTS j + p) of the n_block on. Each part has a
-softmax of its own; they are combined in shared memory at the end of a work tile (`key_parts`).
+With KEY_PARTS a CTA has one head, and parts of its keys take the place of heads: MMA tile j of an n_block is 16 keys of
+each part, those of part p from key 16 (KEY_PARTS j + p) of the n_block on. Each part has a softmax of its own; they are
+combined in shared memory at the end of a work tile (`key_parts`).
+
+With LIST_PER_HEAD page table and lengths are [HEADS, B]: each KV head has a list of a row's pages
+(`triton/parts/listed_pages`), and CTA ranges by its own lengths.
 
 Mask: `compute_masked_log2_scores_of_mma_tile`. Free stage: the barrier before `start_kv_block_copies_at_position`.
 Rescale: `mainloop_step` or `mainloop_step_lazy_rescale`. Combine: `combine`. With LARGE_M: see `shared_tiles`.
@@ -48,7 +51,7 @@ from ..parts.hadamard import (
     store_smem_k_and_v_column_scales,
     unrotate_and_scale_acc,
 )
-from ..parts.mask import MaskArgs, is_visible, keys_visible_to_any_row_mask, unmasked_n_block_range
+from ..parts.mask import MaskArgs, is_visible, keys_visible_to_any_row, load_first_cut_key, unmasked_n_block_range
 from ..parts.online_softmax import (
     LAZY_ROW_MAX_4,
     LAZY_ROW_MAX_4_CONSTRAINTS,
@@ -265,7 +268,7 @@ def v_scaled_scores_max_over_tiles_and_inv_v_scales(
             v_scales = gl.maximum(load_token_scales(smem_scales, KEYS, tile_cfg), 1e-30)
             if MASKED:
                 o_n = keys_of_mma_tile(first_key, KEYS, tile_cfg)
-                valid = keys_visible_to_any_row_mask(o_n, mask_args.num_keys, mask_args.seqlen_q, cfg)
+                valid = keys_visible_to_any_row(o_n, mask_args, cfg)
                 v_scales = gl.where(valid, v_scales, 1.0)
             log2_v_scales, inv_v_scale = log2_and_reciprocal(v_scales)
             tile_scores = tile_scores + log2_v_scales[:, :, None]
@@ -305,7 +308,7 @@ def accumulate_pv_of_mma_tile(
     packed = smem_codes_of_mma_tile(smem_v, i_tile_in_ring, cfg.PACKED_V, tile_cfg).permute([0, 2, 1]).load(A)
     if MASKED:  # an invalid slot may hold NaN, and 0 × NaN is NaN
         o_n = keys_of_mma_tile(first_key, gl.SliceLayout(1, A), tile_cfg)
-        valid = keys_visible_to_any_row_mask(o_n, mask_args.num_keys, mask_args.seqlen_q, cfg)[:, None, :]
+        valid = keys_visible_to_any_row(o_n, mask_args, cfg)[:, None, :]
         packed = gl.where(valid, packed, 0)
     if tile_cfg.V.CODE == "int4":
         token_scales = load_token_scales(
@@ -623,6 +626,9 @@ def decode_small_m_or_shared_tiles_kernel(
     i_cta = gl.program_id(0)
     i_range, num_ranges = i_cta // tile_cfg.HEAD_GROUPS, gl.num_programs(0) // tile_cfg.HEAD_GROUPS
     first_head = i_cta % tile_cfg.HEAD_GROUPS * tile_cfg.KV_HEADS_PER_CTA
+    if tile_cfg.LIST_PER_HEAD:
+        SEQ_LENS += first_head * B
+        PAGE_TABLE += (first_head * B).to(gl.int64) * stride_table_b
     tensors = AttentionTensors(
         Q, SEQ_LENS, CU_SEQLENS_Q, MASK, SINKS, OUT, LSE, SPLIT_WORKSPACE,
         split_metadata_ptr(SPLIT_WORKSPACE, num_ranges * cfg.HEADS, cfg),
@@ -697,10 +703,11 @@ def decode_small_m_or_shared_tiles_kernel(
             )
             work_tile = make_work_tile_at_block(block, block_end, i_request, n_block_base, request)
             row_begin = work_tile.m_block * cfg.BLOCK_M
+            first_cut_key = load_first_cut_key(SEQ_LENS, i_request, work_tile.num_keys, cfg)
             mask_args = MaskArgs(
-                work_tile.num_keys, work_tile.seqlen_q, row_begin, work_tile.q_begin, MASK, stride_mask_t
+                work_tile.num_keys, work_tile.seqlen_q, row_begin, work_tile.q_begin, MASK, stride_mask_t, first_cut_key
             )
-            unmasked_begin, unmasked_end = unmasked_n_block_range(request, cfg)
+            unmasked_begin, unmasked_end = unmasked_n_block_range(request, first_cut_key, cfg)
             # Splits of this work tile, if this launch combines them.
             if tile_cfg.FUSED_COMBINE_ROWS > 0 and not tile_cfg.UNSPLIT:
                 first_range = (n_block_base + work_tile.m_block * work_tile.num_n_blocks) // cta_range.blocks_per_range
@@ -788,9 +795,12 @@ def decode_small_m_or_shared_tiles_kernel(
                     store_unsplit_output_and_lse(
                         tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)  # fmt: skip
             else:
-                gl.static_assert(tile_cfg.KEY_PARTS == 1)
-                store_partial_acc_max_and_sum(SPLIT_WORKSPACE, partial_slot, state, first_head,
-                                              work_tile.seqlen_q * cfg.GROUP - row_begin, cfg, tile_cfg)  # fmt: skip
+                num_q_rows_left = work_tile.seqlen_q * cfg.GROUP - row_begin
+                if tile_cfg.KEY_PARTS > 1:
+                    key_parts.store_partial_acc_max_and_sum(SPLIT_WORKSPACE, partial_slot, state, num_q_rows_left, cfg)
+                else:
+                    store_partial_acc_max_and_sum(
+                        SPLIT_WORKSPACE, partial_slot, state, first_head, num_q_rows_left, cfg, tile_cfg)  # fmt: skip
                 if tile_cfg.FUSED_COMBINE_ROWS > 0:
                     arrive_and_combine_in_levels_if_last(tensors, scales, strides, splits, maybe_uninit_counter,
                                                          first_head, work_tile, cfg, tile_cfg)  # fmt: skip

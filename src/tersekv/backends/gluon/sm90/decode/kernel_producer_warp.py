@@ -22,7 +22,7 @@ from ..parts.hadamard import (
     store_smem_k_and_v_column_scales,
     unrotate_and_scale_acc,
 )
-from ..parts.mask import MaskArgs, unmasked_n_block_range
+from ..parts.mask import MaskArgs, load_first_cut_key, unmasked_n_block_range
 from ..parts.online_softmax import LOG2E
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_launch_dependents, pdl_wait
 from ..parts.tile_scheduler import (
@@ -165,8 +165,11 @@ def consumer(
             thread_barrier()
             q = QueryOperands(smem_q, q.row_sums)
         score_scales = head_score_scales[:, None] * q_scales
-        mask_args = MaskArgs(work_tile.num_keys, work_tile.seqlen_q, row_begin, work_tile.q_begin, MASK, strides.mask_t)
-        unmasked_begin, unmasked_end = unmasked_n_block_range(request, cfg)
+        first_cut_key = load_first_cut_key(SEQ_LENS, i_request, work_tile.num_keys, cfg)
+        mask_args = MaskArgs(
+            work_tile.num_keys, work_tile.seqlen_q, row_begin, work_tile.q_begin, MASK, strides.mask_t, first_cut_key
+        )
+        unmasked_begin, unmasked_end = unmasked_n_block_range(request, first_cut_key, cfg)
         step: gl.constexpr = mainloop_step_lazy_rescale if cfg.BLOCK_M > 16 else mainloop_step
         state = init_unreduced_softmax_state(cfg, tile_cfg)
         for n_block in range(

@@ -70,6 +70,23 @@ def interleave_columns(acc_o, cfg: gl.constexpr):
 
 
 @gluon.jit
+def store_partial_acc_max_and_sum(SPLIT_WORKSPACE, partial_slot, state, num_q_rows_left, cfg: gl.constexpr):
+    """Stores the partial result of a split work tile as `kernel.store_partial_acc_max_and_sum`; state: by
+    `combine_key_parts`."""
+    p_slot = SPLIT_WORKSPACE + partial_slot.to(gl.int64) * (cfg.BLOCK_M * cfg.PARTIAL_COLUMNS)
+    O: gl.constexpr = state.acc_o[0].type.layout
+    o_r = gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(1, O))
+    o_d = gl.arange(0, cfg.PACKED_V, gl.SliceLayout(0, O))
+    p_acc, m_row = p_slot + (o_r * cfg.PARTIAL_COLUMNS)[:, None] + o_d[None, :], (o_r < num_q_rows_left)[:, None]
+    for j in gl.static_range(gl.constexpr(cfg.PACK)):
+        gl.store(p_acc + j * cfg.BLOCK_DV, state.acc_o[j], mask=m_row)
+    o_r = gl.arange(0, cfg.BLOCK_M, state.row_max.type.layout)
+    p_row = p_slot + o_r * cfg.PARTIAL_COLUMNS + cfg.PARTIAL_COLUMNS
+    gl.store(p_row - 2, state.row_max, mask=o_r < num_q_rows_left)
+    gl.store(p_row - 1, state.row_sum, mask=o_r < num_q_rows_left)
+
+
+@gluon.jit
 def store_output_and_lse(
     tensors, strides, state, v_scale_times_out_scale, kv_head, work_tile, cfg: gl.constexpr
 ):  # fmt: skip

@@ -710,9 +710,15 @@ def consumer(
         )
         zero = gl.full([ROWS_PER_WARPGROUP, LANES_PER_ROW], 0.0, gl.float32, LANE)
         score_scales = gl.convert_layout(score_scales, gl.SliceLayout(1, LANE))[:, None] + zero
-        unmasked_begin, unmasked_end = unmasked_n_block_range(request, cfg)
+        unmasked_begin, unmasked_end = unmasked_n_block_range(request, work_tile.num_keys, cfg)
         mask_args = MaskArgs(
-            work_tile.num_keys, work_tile.seqlen_q, row_begin, work_tile.q_begin, tensors.MASK, strides.mask_t
+            work_tile.num_keys,
+            work_tile.seqlen_q,
+            row_begin,
+            work_tile.q_begin,
+            tensors.MASK,
+            strides.mask_t,
+            work_tile.num_keys,
         )
         mainloop_fn: gl.constexpr = mainloop_overlapped if tile_cfg.WARPS_PER_HEAD == 8 else mainloop
         state, iter = mainloop_fn(

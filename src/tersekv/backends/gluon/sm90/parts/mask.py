@@ -15,6 +15,26 @@ class MaskArgs(NamedTuple):
     q_begin: gl.tensor  # the request's first query row
     MASK: gl.tensor
     stride_mask_t: gl.tensor
+    first_cut_key: gl.tensor  # by `load_first_cut_key`
+
+
+@gluon.jit
+def load_first_cut_key(SEQ_LENS, i_request, num_keys, cfg: gl.constexpr):
+    """Returns the key from which on all pages of a request are the same cut one, or num_keys: one that is cut is the
+    last, unless a list has it several times (`triton/parts/listed_pages`)."""
+    if cfg.LIST.LENGTH < 0:
+        return num_keys
+    else:
+        repeats = (gl.load(SEQ_LENS + i_request) >> 32).to(gl.int32)
+        first = ((num_keys + cfg.PAGE - 1) // cfg.PAGE - 1 - repeats) * cfg.PAGE
+        return gl.where(repeats > 0, first, num_keys)
+
+
+@gluon.jit
+def is_before_cut(o_n, mask_args, cfg: gl.constexpr):
+    """Returns which keys do not lie behind the end of a cut page. All cut pages end where the last one does."""
+    keys_of_cut_page = (mask_args.num_keys - 1) % cfg.PAGE + 1
+    return (o_n < mask_args.first_cut_key) | (o_n % cfg.PAGE < keys_of_cut_page)
 
 
 @gluon.jit
@@ -34,6 +54,8 @@ def is_visible(o_n, q_token, mask_args, cfg: gl.constexpr):
         visible = visible & (o_n <= o_position)
     if cfg.WINDOW > 0:
         visible = visible & (o_n > o_position - cfg.WINDOW)
+    if cfg.LIST.LENGTH >= 0:
+        visible = visible & is_before_cut(o_n, mask_args, cfg)
     return visible
 
 
@@ -55,12 +77,23 @@ def keys_visible_to_any_row_mask(o_n, num_keys, seqlen_q, cfg: gl.constexpr):
 
 
 @gluon.jit
-def unmasked_n_block_range(request, cfg: gl.constexpr):
+def keys_visible_to_any_row(o_n, mask_args, cfg: gl.constexpr):
+    """Returns `keys_visible_to_any_row_mask`, without what lies behind the ends of cut pages."""
+    valid = keys_visible_to_any_row_mask(o_n, mask_args.num_keys, mask_args.seqlen_q, cfg)
+    if cfg.LIST.LENGTH >= 0:
+        valid = valid & is_before_cut(o_n, mask_args, cfg)
+    return valid
+
+
+@gluon.jit
+def unmasked_n_block_range(request, first_cut_key, cfg: gl.constexpr):
     """Returns n_blocks [unmasked_begin, unmasked_end) in which every row sees every key."""
     unmasked_begin = request.first_n_block
     if cfg.WINDOW > 0:
         unmasked_begin = (gl.maximum(request.num_keys - cfg.WINDOW, 0) + cfg.BLOCK_N - 1) // cfg.BLOCK_N
     num_unmasked_keys = request.num_keys - request.seqlen_q if cfg.HAS_MASK else request.num_keys - request.seqlen_q + 1
+    if cfg.LIST.LENGTH >= 0:
+        num_unmasked_keys = gl.minimum(num_unmasked_keys, first_cut_key)
     return unmasked_begin, gl.maximum(num_unmasked_keys, 0) // cfg.BLOCK_N
 
 

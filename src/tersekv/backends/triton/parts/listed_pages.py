@@ -1,0 +1,106 @@
+"""Lists of blocks (`indices`) as page tables: one launch before kernels that read pages, which know neither positions
+nor padding. Each list becomes a request of one query row, with the pages that the row sees side by side.
+
+A block is one page, or several. The page that the row's position cuts comes last, as often as it is listed: an entry
+that stands twice counts twice. A length is int64: keys in the lower 32 bits, up to the end of the last cut page; above
+them how often the cut page repeats, 0 mostly. Kernels that read lengths as int32 see keys; `mask` of those that read
+whole lengths leaves out the ends of earlier cut pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ...host import launch
+from ...host.bind import KernelLaunch, TensorArg, tensor_args
+from ...host.kernel_config import KernelConfig
+from ...host.key_lists import KeyListConfig, key_list_args, key_list_config
+from ...host.row_programs import uses_pdl
+from .key_lists import page_table_row_ptr_or_key_list
+from .token_rows import pdl_early_launch_and_wait
+
+PAGES, LENS = "listed_pages", "listed_lens"  # slices of the workspace: [Hx, T, pages] and [Hx, T]
+_MAX_BLOCK = 1024  # pages that are looked at together
+
+
+@dataclass(frozen=True)
+class ListedPagesConfig(KernelConfig):
+    LIST: KeyListConfig
+    PAGE: int
+    PAGES_PER_ENTRY: int
+    BLOCK: int  # pages
+    USE_PDL: bool
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_rows"])
+def list_visible_pages_kernel(
+    PAGE_TABLE, INDICES, INDEX_LENS, LIST_SEQ_LENS, LIST_CU_SEQLENS_Q, PAGES_OUT, LENS_OUT, num_requests, num_rows,
+    num_slots, num_pages, stride_table_b, stride_list_t, stride_list_h, stride_list_n, cfg: tl.constexpr,
+):  # fmt: skip
+    """Stores the pages that query row i_row sees by its list i_list, and its length."""
+    pdl_early_launch_and_wait(cfg.USE_PDL)
+    i_row, i_list = tl.program_id(0), tl.program_id(1)
+    lists = (
+        INDICES, INDEX_LENS, LIST_SEQ_LENS, LIST_CU_SEQLENS_Q, num_requests, num_slots, stride_list_t, stride_list_h,
+        stride_list_n,
+    )  # fmt: skip
+    keys = page_table_row_ptr_or_key_list(PAGE_TABLE, stride_table_b, i_row, i_list, lists, cfg)
+    i_request = i_list.to(tl.int64) * num_rows + i_row
+    p_pages, num_whole, num_cut = PAGES_OUT + i_request * num_pages, 0, 0
+    # Whole pages, side by side
+    for i in range(0, tl.cdiv(num_pages, cfg.BLOCK)):
+        o_page = i * cfg.BLOCK + tl.arange(0, cfg.BLOCK)
+        i_entry = o_page // cfg.PAGES_PER_ENTRY
+        listed = i_entry < keys.num_entries
+        entry = tl.load(keys.p_entries + i_entry.to(tl.int64) * keys.stride, mask=listed, other=0).to(tl.int64)
+        # An entry past the row's own position may be any number: no product before it is dropped.
+        listed = listed & (entry >= 0) & (entry <= keys.last // cfg.LIST.BLOCK)
+        position = tl.where(listed, entry, 0) * cfg.LIST.BLOCK + o_page % cfg.PAGES_PER_ENTRY * cfg.PAGE
+        whole = listed & (position + cfg.PAGE - 1 <= keys.last)
+        cut = listed & (position <= keys.last) & (position + cfg.PAGE - 1 > keys.last)
+        page = tl.load(keys.p_page_ids + position // cfg.PAGE, mask=whole, other=0).to(tl.int32)
+        tl.store(p_pages + num_whole + tl.cumsum(whole.to(tl.int32), 0) - 1, page, mask=whole)
+        num_whole += tl.sum(whole.to(tl.int32), 0)
+        num_cut += tl.sum(cut.to(tl.int32), 0)
+    # The page that the row's position cuts
+    cut_page = tl.load(keys.p_page_ids + keys.last // cfg.PAGE, mask=num_cut > 0, other=0).to(tl.int32)
+    for i in range(0, tl.cdiv(num_cut, cfg.BLOCK)):
+        o_page = i * cfg.BLOCK + tl.arange(0, cfg.BLOCK)
+        tl.store(p_pages + num_whole + o_page, cut_page + o_page * 0, mask=o_page < num_cut)
+    num_keys = (num_whole + num_cut).to(tl.int64) * cfg.PAGE
+    num_keys -= tl.where(num_cut > 0, cfg.PAGE - 1 - keys.last % cfg.PAGE, 0)
+    tl.store(LENS_OUT + i_request, num_keys + (tl.maximum(num_cut - 1, 0).to(tl.int64) << 32))
+
+
+def list_pages_launch(f: SimpleNamespace) -> KernelLaunch:
+    """Returns the launch; facts as the call has them."""
+    page = f.k_cache.shape[1]
+    arguments: dict[str, Any] = tensor_args(PAGE_TABLE="page_table") | key_list_args(f, 0)
+    arguments = {name: x for name, x in arguments.items() if name in list_visible_pages_kernel.arg_names} | {
+        "PAGES_OUT": TensorArg(PAGES), "LENS_OUT": TensorArg(LENS), "num_rows": f.out.shape[0],
+        "num_pages": num_listed_pages(f),
+    }  # fmt: skip
+    block = min(max(launch.next_power_of_2(num_listed_pages(f)), 32), _MAX_BLOCK)
+    cfg = ListedPagesConfig(key_list_config(f), page, f.block_size // page, block, uses_pdl(f))
+    options: dict[str, Any] = {"launch_pdl": True} if cfg.USE_PDL else {}
+    grid = f.out.shape[0], f.indices.shape[1]
+    return KernelLaunch(
+        list_visible_pages_kernel, grid, arguments | {"cfg": cfg}, num_warps=1 if block <= 128 else 4, **options
+    )
+
+
+def num_listed_pages(f: SimpleNamespace) -> int:
+    """Returns the pages of a list, all visible."""
+    return f.indices.shape[-1] * (f.block_size // f.k_cache.shape[1])
+
+
+def listed_pages_slices(f: SimpleNamespace) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Returns the slices of the workspace by name."""
+    rows, lists = f.out.shape[0], f.indices.shape[1]
+    return {PAGES: ((lists, rows, num_listed_pages(f)), torch.int32), LENS: ((lists, rows), torch.int64)}
