@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -132,12 +133,22 @@ def test_checked_mode_finds_wrong_entries(monkeypatch):
     Cached()(everything(3), block_size=16)
 
 
-def test_hopper_refuses_them_by_name():
-    for op in ("decode", "prefill"):
-        call = make.make(Case(op, "fp8_e4m3", "x", dim=128, page=64, listed=4, block_size=64))
-        with pytest.raises(tersekv.UnsupportedError, match=r"gluon: takes no lists of keys \(indices\) yet"):
-            plan.plan(op, call, "gluon", arch=90)
-        assert plan.plan(op, call, arch=90).backend == "triton"
+@pytest.mark.parametrize(("op", "options", "reason"), [
+    ("prefill", {}, r"takes no lists of keys \(indices\) in prefill"),
+    ("decode", {"block_size": 32}, "wants lists of whole pages, of 64 tokens, got blocks of 32"),
+    ("decode", {"group": 33}, "wants lists for at most 32 query heads of a KV head, got 33"),
+    ("decode", {"group": 17, "each_head": True}, "wants, with a list per KV head, at most 16 query rows of each"),
+    ("decode", {"dim": 96, "each_head": True}, "wants, with a list per KV head, .* heads of 64, 128 or 256"),
+    ("decode", {"rotation": "k", "each_head": True}, "wants, with a list per KV head, .* rows that lie as they are"),
+    ("decode", {"batch_invariant": True}, "takes no batch invariance yet"),
+])  # fmt: skip
+def test_hopper_refuses_by_name_what_portable_kernels_take(op, options, reason):
+    base = Case(op, "fp8_e4m3", "x", dim=128, page=64, listed=4, block_size=64)
+    assert plan.plan("decode", make.make(replace(base, op="decode")), arch=90).backend == "gluon"
+    call = make.make(replace(base, **options))
+    with pytest.raises(tersekv.UnsupportedError, match=f"gluon: {reason}"):
+        plan.plan(op, call, "gluon", arch=90)
+    assert plan.plan(op, call, arch=90).backend == "triton"
 
 
 def test_on_another_device_the_oracle_reads_nothing(monkeypatch):

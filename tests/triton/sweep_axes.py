@@ -153,6 +153,11 @@ AXES: dict[str, Axes] = {
         **_KV, **_READ, **_LISTED, "each_head": _BOTH, "group": (4, 1, 5, 8, 16), "softcap": (0.0, 20.0),
         "sinks": _BOTH,
     },
+    "decode listed pages": {
+        **_KV, **_READ, **_LISTED, "block_size": (128, 64, 48), "page": (64, 16, 32, 128), "requests": (3, 40, 150),
+        "listed": (9, 1, 70), "each_head": (True, False), "group": (4, 1, 8, 16, 32), "softcap": (0.0, 20.0),
+        "sinks": _BOTH,
+    },
     "prefill listed": {
         **{k: v for k, v in {**_KV, **_READ}.items() if k not in ("ragged", "table")}, **_LISTED,
         "block_size": (128, 16, 48), "each_head": _BOTH, "group": (4, 1, 5, 16), "softcap": (0.0, 20.0),

@@ -36,6 +36,7 @@ from .sm90.decode.combine import combine_kernel
 from .sm90.decode.config import (
     MAX_PART_COLUMNS,
     MAX_ROWS_16BIT,
+    SMALL_M_ROWS,
     TileConfig,
     assigns_one_request_per_cta,
     can_have_key_parts,
@@ -203,8 +204,12 @@ def _why_not_with_lists(f: SimpleNamespace) -> str | None:
     page = f.k_cache.shape[1]
     if f.block_size % page:
         return f"wants lists of whole pages, of {page} tokens, got blocks of {f.block_size}"
-    pages = f.out.shape[0] * f.indices.shape[1] * num_listed_pages(f)
-    return None if pages <= MAX_LISTED_PAGES else f"wants lists of {MAX_LISTED_PAGES} pages in all, got {pages}"
+    pages, group = f.out.shape[0] * f.indices.shape[1] * num_listed_pages(f), f.q.shape[1] // max(f.k_cache.shape[2], 1)
+    if pages > MAX_LISTED_PAGES:
+        return f"wants lists of {MAX_LISTED_PAGES} pages in all, got {pages}"
+    if group > SMALL_M_ROWS:
+        return f"wants lists for at most {SMALL_M_ROWS} query heads of a KV head, got {group}"
+    return None
 
 
 def _why_not_list_per_head(f: SimpleNamespace) -> str | None:

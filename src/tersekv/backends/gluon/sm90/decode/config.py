@@ -298,8 +298,10 @@ def key_parts_config_with_max_stages(f: SimpleNamespace, block_m: int) -> TileCo
     exchanged_bytes = 4 * KEY_PARTS * block_m * dv * v.storage.itemsize // (2 * v.values_per_element)
     scale_bytes = sum(16 for x in (k, v) if x.scale in (BLOCK, TOKEN_HEAD))  # of a key: see `tensor_maps`
     stage_bytes = block_n * (k.code_bytes(d) + v.code_bytes(dv) + scale_bytes) + block_m * d * f.q.dtype.itemsize
-    has_large_acc = max(d, dv) * block_m > 1024  # it spills at 168 registers, which three CTAs leave
-    for ctas_per_sm, min_stages in ((2, 2), (1, 2)) if has_large_acc else ((3, 3), (2, 2), (1, 2)):
+    # Three CTAs leave 168 registers. What spills then: large accumulators; four copies of everything, and splits.
+    has_large_acc = max(d, dv) * block_m > 1024
+    has_many_copies = has_list_per_head(f) and f.k_cache.shape[1] % 32 != 0 and scale_bytes > 0
+    for ctas_per_sm, min_stages in ((2, 2), (1, 2)) if has_large_acc or has_many_copies else ((3, 3), (2, 2), (1, 2)):
         smem_bytes = launch.shared_memory_bytes_per_cta(f) // ctas_per_sm - 2048 - exchanged_bytes
         num_stages = min(KEY_PARTS_MAX_STAGES, smem_bytes // stage_bytes)
         max_registers = min(255, 65536 // (32 * KEY_PARTS * warps_per_head * ctas_per_sm) // 8 * 8)
