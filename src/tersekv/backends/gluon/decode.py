@@ -237,8 +237,7 @@ def _why_not_with_head_dim_parts(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> Config:
-    call_facts, f = f, facts_with_listed_rows_as_requests(f, f.k_cache.shape[1])
-    f = facts_with_head_dim_parts_as_heads(f)
+    call_facts, f = f, facts_with_head_dim_parts_as_heads(facts_with_listed_rows_as_requests(f, f.k_cache.shape[1]))
     (fmt, v_fmt), tuned, (d, dv) = pair_of(f), choose_tile_config(f, choose_block_m(f)), padded_head_dims(f)
     base_cfg = portable.kernel_constants(f, portable_tune.choose_tile_config(f, fmt), True)
     heads, cta_heads, requests = f.k_cache.shape[2], choose_heads_per_cta(f, tuned.heads_per_cta), f.seq_lens.shape[0]
@@ -265,11 +264,10 @@ def configure(f: SimpleNamespace) -> Config:
     if unsplit or uses_fused_combine(f, tuned.block_n, ranges * groups, ranges, size):
         fused_tile = choose_fused_combine_rows_splits_columns(valid_rows, partial_columns)
     cfg = replace(
-        base_cfg, LIST=NO_LISTS if f.indices is None else LISTS_AS_PAGES,
-        BLOCK_M=block_m, BLOCK_N=tuned.block_n, MIN_BLOCKS_PER_RANGE=tuned.min_blocks_per_range,
-        K_ROWS_PER_PAGE=kv_specs[0].rows_per_page, V_ROWS_PER_PAGE=kv_specs[1].rows_per_page,
-        D=d, PACK=v.PACK, PACKED_K=d // k.PACK, PACKED_V=packed_v, BLOCK_DV=block_dv,
-        K_RESIDUAL_SCALE=_residual_scale(k.CODE, tuned.shared_tiles),
+        base_cfg, LIST=NO_LISTS if f.indices is None else LISTS_AS_PAGES, BLOCK_M=block_m, BLOCK_N=tuned.block_n,
+        MIN_BLOCKS_PER_RANGE=tuned.min_blocks_per_range, K_ROWS_PER_PAGE=kv_specs[0].rows_per_page,
+        V_ROWS_PER_PAGE=kv_specs[1].rows_per_page, D=d, PACK=v.PACK, PACKED_K=d // k.PACK, PACKED_V=packed_v,
+        BLOCK_DV=block_dv, K_RESIDUAL_SCALE=_residual_scale(k.CODE, tuned.shared_tiles),
         V_RESIDUAL_SCALE=_residual_scale(v.CODE, tuned.shared_tiles),
         PARTIAL_COLUMNS=partial_columns + (4 if any(fused_tile) else 2),
     )  # fmt: skip

@@ -614,6 +614,16 @@ def store_split_metadata(p_metadata, num_splits, tile_first_range):
 # ---- kernel ----
 
 
+@gluon.jit
+def page_table_and_lengths(PAGE_TABLE, SEQ_LENS, first_request, stride_table_b, tile_cfg: gl.constexpr):
+    """Returns the page table and the lengths of the CTA's heads. Where each head has a list, they begin with
+    first_request."""
+    if tile_cfg.LIST_PER_HEAD:
+        SEQ_LENS += first_request
+        PAGE_TABLE += first_request.to(gl.int64) * stride_table_b
+    return PAGE_TABLE, SEQ_LENS
+
+
 @gluon.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["B"])
 def decode_small_m_or_shared_tiles_kernel(
     Q, K, V, K_SCALES, V_SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, MASK, SINKS, OUT, LSE, SPLIT_WORKSPACE, K_SIGNS,
@@ -626,9 +636,7 @@ def decode_small_m_or_shared_tiles_kernel(
     i_cta = gl.program_id(0)
     i_range, num_ranges = i_cta // tile_cfg.HEAD_GROUPS, gl.num_programs(0) // tile_cfg.HEAD_GROUPS
     first_head = i_cta % tile_cfg.HEAD_GROUPS * tile_cfg.KV_HEADS_PER_CTA
-    if tile_cfg.LIST_PER_HEAD:
-        SEQ_LENS += first_head * B
-        PAGE_TABLE += (first_head * B).to(gl.int64) * stride_table_b
+    PAGE_TABLE, SEQ_LENS = page_table_and_lengths(PAGE_TABLE, SEQ_LENS, first_head * B, stride_table_b, tile_cfg)
     tensors = AttentionTensors(
         Q, SEQ_LENS, CU_SEQLENS_Q, MASK, SINKS, OUT, LSE, SPLIT_WORKSPACE,
         split_metadata_ptr(SPLIT_WORKSPACE, num_ranges * cfg.HEADS, cfg),
@@ -795,12 +803,10 @@ def decode_small_m_or_shared_tiles_kernel(
                     store_unsplit_output_and_lse(
                         tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)  # fmt: skip
             else:
-                num_q_rows_left = work_tile.seqlen_q * cfg.GROUP - row_begin
-                if tile_cfg.KEY_PARTS > 1:
-                    key_parts.store_partial_acc_max_and_sum(SPLIT_WORKSPACE, partial_slot, state, num_q_rows_left, cfg)
-                else:
-                    store_partial_acc_max_and_sum(
-                        SPLIT_WORKSPACE, partial_slot, state, first_head, num_q_rows_left, cfg, tile_cfg)  # fmt: skip
+                KEY_PARTS: gl.constexpr = tile_cfg.KEY_PARTS > 1
+                store: gl.constexpr = key_parts.store_partial_result if KEY_PARTS else store_partial_acc_max_and_sum
+                store(SPLIT_WORKSPACE, partial_slot, state, first_head, work_tile.seqlen_q * cfg.GROUP - row_begin,
+                      cfg, tile_cfg)  # fmt: skip
                 if tile_cfg.FUSED_COMBINE_ROWS > 0:
                     arrive_and_combine_in_levels_if_last(tensors, scales, strides, splits, maybe_uninit_counter,
                                                          first_head, work_tile, cfg, tile_cfg)  # fmt: skip

@@ -70,7 +70,9 @@ def interleave_columns(acc_o, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_partial_acc_max_and_sum(SPLIT_WORKSPACE, partial_slot, state, num_q_rows_left, cfg: gl.constexpr):
+def store_partial_result(
+    SPLIT_WORKSPACE, partial_slot, state, kv_head, num_q_rows_left, cfg: gl.constexpr, tile_cfg: gl.constexpr
+):
     """Stores the partial result of a split work tile as `kernel.store_partial_acc_max_and_sum`; state: by
     `combine_key_parts`."""
     p_slot = SPLIT_WORKSPACE + partial_slot.to(gl.int64) * (cfg.BLOCK_M * cfg.PARTIAL_COLUMNS)
