@@ -109,6 +109,15 @@ def test_rows_of_drafts_are_requests_of_their_own():
     assert split.arguments["B"] == 24
 
 
+@pytest.mark.parametrize(
+    ("requests", "n", "unsplit"),
+    [(12, 16, False), (13, 16, True), (49, 16, True), (50, 16, False), (4, 2, True), (3, 2, False), (32, 32, True),
+     (32, 33, False)],
+)  # fmt: skip
+def test_a_cta_has_a_whole_list_where_these_fill_the_gpu_once(requests, n, unsplit):
+    assert unsplit == config_of(listed("fp8_e4m3", requests, n)).shape.UNSPLIT
+
+
 def test_lists_without_entries_and_calls_without_rows_launch_nothing():
     assert config_of(listed("fp8_e4m3", 4, n=0)).launches.kernel_launches == ()
     assert config_of(listed("fp8_e4m3", 0)).launches.kernel_launches == ()

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import tersekv
-from tersekv.backends.gluon.sm90.decode import config as decode_tune
-from tersekv.dispatch import launch_cache, plan
+from tersekv.dispatch import plan
 from tersekv.testing.cases import Case
 from tersekv.testing.compare import relative
 from tersekv.testing.make import make
@@ -173,12 +172,3 @@ def test_replays_see_new_lists_tables_and_lengths(fmt, requests, each_head):
         graph.replay()
         assert relative(out.double(), step("torch").double()) < 3e-3
         assert torch.equal(step(), out), "the short way, and the same bits"
-
-
-def test_plans_by_lists_are_those_that_were_measured():
-    """Lists of eight heads: ranges for few and for many requests, whole requests between."""
-    for cache in (plan._plans, plan._recent, launch_cache._recent, launch_cache._launches):
-        cache.clear()
-    assert passes("fp8_e4m3", lens=(700,) * 13).UNSPLIT
-    assert not passes("fp8_e4m3", lens=(700,) * 12).UNSPLIT
-    assert decode_tune.KEY_PARTS_CTAS_PER_SM[0] == 0.75

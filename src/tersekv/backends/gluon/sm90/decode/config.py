@@ -22,6 +22,7 @@ KEY_PARTS_MAX_KEYS = 1024  # of a page table row: longer requests go by heads, o
 KEY_PARTS_CTAS_PER_SM = 0.75, 3  # requests × KV heads: fewer are split, more do not run at once
 KEY_PARTS_VERY_SHORT_KEYS, KEY_PARTS_VERY_SHORT_CTAS_PER_SM = 256, (0.2, 3.25)
 KEY_PARTS_MAX_STAGES = 4
+LISTED_MAX_UNSPLIT_KEYS = 4096  # of a list per head: longer ones repay even ranges and a combine
 MAX_ROWS_16BIT = 16  # up to which it is faster than Triton's: 32 rows of bf16, 64 × 8K, 522 against 515 µs
 
 
@@ -436,7 +437,8 @@ def assigns_one_request_per_cta(
     max_keys = f.page_table.shape[1] * f.k_cache.shape[1]
     if has_list_per_head(f):
         fewest = KEY_PARTS_VERY_SHORT_CTAS_PER_SM if max_keys <= KEY_PARTS_VERY_SHORT_KEYS else KEY_PARTS_CTAS_PER_SM
-        return fewest[0] * launch.num_sms(f) <= f.seq_lens.shape[0] * num_head_groups <= num_ctas
+        fills_gpu_once = fewest[0] * launch.num_sms(f) <= f.seq_lens.shape[0] * num_head_groups <= num_ctas
+        return fills_gpu_once and max_keys <= LISTED_MAX_UNSPLIT_KEYS
     if tile_config.key_parts > 1:
         return True
     fills_ctas = 0.9 * num_ctas <= f.seq_lens.shape[0] * num_head_groups <= 1.5 * num_ctas
