@@ -60,6 +60,7 @@ from .sm90.decode.config import (
 from .sm90.decode.kernel import decode_small_m_or_shared_tiles_kernel
 from .sm90.decode.kernel_producer_warp import decode_producer_warp_kernel
 from .sm90.decode.rows_64 import decode_64_rows_per_warpgroup_kernel
+from .sm90.decode.scale_words import why_scales_cannot_be_copied_by_word, with_scales_by_word
 from .sm90.parts.dequant import INT4_RESIDUAL_SCALE
 from .sm90.parts.hadamard import rotation_config
 from .sm90.parts.tensor_maps import (
@@ -67,6 +68,7 @@ from .sm90.parts.tensor_maps import (
     MMA_KEYS,
     KVLayout,
     TensorMapSpec,
+    are_scales_copied_by_word,
     kv_map_spec_or_none,
     make_kv_and_scale_map_specs,
     make_kv_layout,
@@ -160,9 +162,8 @@ def why_not(f: SimpleNamespace) -> str | None:
     d, dv = f.q.shape[2], f.out.shape[2]
     if any(n % 16 or not 64 <= n <= MAX_PART_COLUMNS for n in (d, dv)):
         return f"wants head sizes that are multiples of 16 from 64 to 256, or 512 both, got {d} and {dv}"
-    if has_padded_head_dims(f) and (is_large_m(f) or BLOCK in (fmt.scale, v_fmt.scale)):
-        what = f.format if not is_large_m(f) else f"{num_query_rows(f)} query rows of a KV head"
-        return f"wants head sizes of 64, 128 or 256 with {what}, got {d} and {dv}"
+    if has_padded_head_dims(f) and is_large_m(f):
+        return f"wants head sizes of 64, 128 or 256 with {num_query_rows(f)} query rows of a KV head, got {d} and {dv}"
     if has_padded_head_dims(f) and any(
         x is not None for x in (f.k_signs, f.v_signs, f.k_channel_scale, f.v_channel_scale)
     ):
@@ -183,18 +184,26 @@ def _why_not_tensor_maps(f: SimpleNamespace) -> str | None:
         if kv_map_spec_or_none(getattr(f, name), heads, keys, parts) is None:
             apart = "multiples of 16 bytes, or of 8 with heads side by side, an even number of them"
             return f"wants {name} with rows at equal distances that are {apart}"
-    for x, side in zip(pair_of(f), (f.k_scale_cache, f.v_scale_cache), strict=True):
-        if (
-            side is not None
-            and not is_large_m(f)
-            and scale_map_spec_or_none(side, num_scale_heads_of_head_parts(x, heads, parts), keys, x.scale == BLOCK)
-            is None
-        ):
+    return None if is_large_m(f) else _why_stored_scales_cannot_be_copied(f, heads, keys)
+
+
+def _why_stored_scales_cannot_be_copied(f: SimpleNamespace, heads_per_cta: int, keys_per_copy: int) -> str | None:
+    """Returns why not, or None."""
+    for fmt, name in zip(pair_of(f), ("k_scale_cache", "v_scale_cache"), strict=True):
+        scales = getattr(f, name)
+        if scales is None:
+            continue
+        if are_scales_copied_by_word(fmt, scales):
+            if reason := why_scales_cannot_be_copied_by_word(f, name):
+                return reason
+            continue
+        heads = num_scale_heads_of_head_parts(fmt, heads_per_cta, f.head_dim_parts)
+        if scale_map_spec_or_none(scales, heads, keys_per_copy, fmt.scale == BLOCK) is None:
             beside = "wants stored scales with heads or slots side by side, at multiples of 16 bytes"
             return (
                 beside
-                if keys == MMA_KEYS
-                else f"{beside}, and 128 bytes of {keys} keys in pages of no multiple of {MMA_KEYS}"
+                if keys_per_copy == MMA_KEYS
+                else f"{beside}, and 128 bytes of {keys_per_copy} keys in pages of no multiple of {MMA_KEYS}"
             )
     return None
 
@@ -251,6 +260,9 @@ def configure(f: SimpleNamespace) -> Config:
         make_kv_layout(*x, cta_heads, tuned.num_stages, *parts)
         for x in zip((fmt, v_fmt), kv_specs, scales, rotations, strict=True)
     )
+    if not tuned.shared_tiles:
+        k = with_scales_by_word(k, kv_specs[0], fmt, f.k_scale_cache, cta_heads, d)
+        v = with_scales_by_word(v, kv_specs[1], v_fmt, f.v_scale_cache, cta_heads, dv)
     ranges = _max_cta_ranges(f, tuned, cta_heads)
     valid_rows = block_m if f.cu_seqlens_q is not None else min(block_m, num_query_rows(f))
     # A power of two, so that a bound on ragged rows that changes with the batch does not recompile every time.

@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 
 from .....formats import BLOCK, TOKEN_HEAD, kv_format, pair_of
 from ....host import launch
-from ..parts.tensor_maps import MMA_KEYS, kv_map_spec_or_none, scale_map_spec_of_a_head_or_none
+from ..parts.tensor_maps import (
+    MMA_KEYS,
+    are_scales_copied_by_word,
+    kv_map_spec_or_none,
+    scale_map_spec_of_a_head_or_none,
+)
+from .scale_words import scale_shift_and_unaligned, words_per_scale_row
 
 SMALL_M_ROWS = 32  # of a KV head, up to which `kernel` is the faster one
 SMALL_M_ROWS_4BIT = 16  # where decode_producer_warp does not take 32, and of 8 bits with many keys
@@ -124,6 +130,17 @@ def smem_bytes_per_key(f: SimpleNamespace) -> int:
     return k.row_bytes(d) + v.row_bytes(dv)
 
 
+def second_scale_plane_bytes_per_key(f: SimpleNamespace, heads_per_cta: int) -> int:
+    """Returns what stored scales of a key and its value take beyond their rows (`scale_words`)."""
+    nbytes, caches = 0, ((f.k_cache, f.k_scale_cache), (f.v_cache, f.v_scale_cache))
+    for fmt, d, (codes, scales) in zip(pair_of(f), padded_head_dims(f), caches, strict=True):
+        if are_scales_copied_by_word(fmt, scales):
+            spec = kv_map_spec_or_none(codes, heads_per_cta, MMA_KEYS)
+            assert spec is not None
+            nbytes += 4 * words_per_scale_row(d, scale_shift_and_unaligned(scales, spec)[1]) - d // 16
+    return nbytes
+
+
 def rotation_column_scales_smem_bytes(f: SimpleNamespace, heads: int) -> int:
     """Returns the bytes of the column scales of `heads` heads, where rows are rotated or have channel scales."""
     sides = ((f.k_signs, f.k_channel_scale, f.q), (f.v_signs, f.v_channel_scale, f.out))
@@ -206,7 +223,7 @@ def choose_tile_config(f: SimpleNamespace, block_m: int) -> TileConfig:
     if f.head_dim_parts > 1:
         tile_config = _with_head_dim_parts_tuning(f, tile_config)
     heads = choose_heads_per_cta(f, tile_config.heads_per_cta)
-    bytes_per_key = smem_bytes_per_key(f) * heads
+    bytes_per_key = (smem_bytes_per_key(f) + second_scale_plane_bytes_per_key(f, heads)) * heads
     limit, max_block_n = (
         launch.shared_memory_bytes_per_cta(f) // tile_config.ctas_per_sm
         - 2048

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from ...versions import thread_barrier
@@ -96,6 +97,7 @@ from .producer import (
     advance_prefetch_position,
     allocate_smem_kv,
     allocate_smem_prefetched_q_ring,
+    has_scales_copied_by_word,
     init_prefetch_position,
     load_query_operands_and_q_scales,
     num_scale_copies,
@@ -750,6 +752,8 @@ def decode_small_m_or_shared_tiles_kernel(
                 ):
                     # Wait for the stage; once all warps have left the previous one, refill it.
                     wait_copies(full_barriers, iter, NUM_BARRIER_GROUPS, tile_cfg.STAGES)
+                    if has_scales_copied_by_word(tile_cfg):
+                        async_copy.wait_group(tile_cfg.STAGES - 2)
                     thread_barrier()
                     if tile_cfg.NUM_QUERY_STAGES > 0:
                         num_prefetched_q = prefetch_query_at_tile_begin_and_count(

@@ -10,6 +10,7 @@ Mask: `kernel.compute_masked_log2_scores_of_mma_tile`. Free stage: `producer`, o
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...versions import thread_barrier
@@ -54,11 +55,13 @@ from .producer import (
     TensorMaps,
     advance_prefetch_position,
     allocate_smem_kv,
+    has_scales_copied_by_word,
     init_prefetch_position,
     load_query_operands_and_q_scales,
     start_code_tile_copy,
     start_scale_tile_copy,
 )
+from .scale_words import start_scale_word_copies
 
 # ---- producer warp ----
 
@@ -106,6 +109,18 @@ def producer(
                     tensor_maps.V_SCALES, smem_kv.v_scales[i // tile_cfg.COPIES_PER_BUFFER], full_barrier,
                     i_copy_in_ring, page_id, first_head, page_slot, True, True, tile_cfg,
                 )  # fmt: skip
+            if tile_cfg.K.SCALE_BLOCKS > 0:
+                start_scale_word_copies(
+                    tensor_maps.K_SCALES, smem_kv.k_scales[i], stage, page_id, first_head, page_slot, True, False, 1,
+                    tile_cfg,
+                )  # fmt: skip
+            if tile_cfg.V.SCALE_BLOCKS > 0:
+                start_scale_word_copies(
+                    tensor_maps.V_SCALES, smem_kv.v_scales[i], stage, page_id, first_head, page_slot, True, True, 1,
+                    tile_cfg,
+                )  # fmt: skip
+        if has_scales_copied_by_word(tile_cfg):
+            async_copy.mbarrier_arrive(full_barrier, increment_count=False)
         prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, cta_range.block_end, cfg, tile_cfg)
 
 
@@ -239,7 +254,9 @@ def decode_producer_warp_kernel(
         smem_q = gl.allocate_shared_memory(gl.float16, SHAPE, gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
     else:
         smem_q = smem_kv.k[0]
-    full_barriers, empty_barriers = allocate_mbarrier_groups(tile_cfg.STAGES, (1, 1))
+    # Where scales are copied by word, each lane of the producer arrives once its words have.
+    FULL_COUNT: gl.constexpr = 33 if has_scales_copied_by_word(tile_cfg) else 1
+    full_barriers, empty_barriers = allocate_mbarrier_groups(tile_cfg.STAGES, (FULL_COUNT, 1))
     fence_async_shared()
     # Wait for the previous kernel; then padding, and this CTA's range.
     pdl_wait()
@@ -267,6 +284,7 @@ def decode_producer_warp_kernel(
     tensor_maps = TensorMaps(K, V, K_SCALES, V_SCALES)
     page_lookup = PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b)
     # Warp roles: consumers, producer.
+    PRODUCER_REGISTERS: gl.constexpr = 24 if has_scales_copied_by_word(tile_cfg) else 24
     thread_barrier()  # the partitions' arguments may overlap the scratch of the reductions above
     gl.warp_specialize(
         [
@@ -286,7 +304,7 @@ def decode_producer_warp_kernel(
             ),
         ],
         [1],
-        [24],
+        [PRODUCER_REGISTERS],
     )  # fmt: skip
     if tile_cfg.FUSED_COMBINE_ROWS == 0:
         pdl_launch_dependents()

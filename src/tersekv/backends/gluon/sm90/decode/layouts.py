@@ -11,7 +11,13 @@ holds the columns PACK * i + j, as in the Triton kernels.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..parts.dequant import K_BLOCK_SCALES_PTX, V_BLOCK_SCALES_PTX
+from ..parts.dequant import (
+    K_BLOCK_SCALES_OF_TWO_WORDS_PTX,
+    K_BLOCK_SCALES_PTX,
+    V_BLOCK_SCALES_PTX,
+    WORD_OF_TWO_PTX,
+)
+from .scale_words import bytes_beyond_whole_words, load_both_planes, own_block_byte_masks
 
 # ---- layouts ----
 
@@ -332,6 +338,28 @@ def dequantized_k_to_mma_operand(k, cfg: gl.constexpr, tile_cfg: gl.constexpr):
 
 
 @gluon.jit
+def _k_block_scale_pair_of_padded_head(
+    scale_words, next_words, selector, FIRST_BLOCK: gl.constexpr, i_part, L4: gl.constexpr, tile_cfg: gl.constexpr
+):
+    """Returns the bytes of the words that the selector names, as two fp16, or 0 for those that are not the head's own:
+    0 × NaN is NaN. They are blocks FIRST_BLOCK and FIRST_BLOCK + 1 of part i_part."""
+    K: gl.constexpr = tile_cfg.K
+    NUM_WORDS: gl.constexpr = scale_words.shape[2]
+    o_h = gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L4))))
+    o_key = gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L4))))
+    o_w = gl.arange(0, NUM_WORDS, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L4))))
+    o_h, o_key, o_w = o_h[:, None, None, None], o_key[None, :, None, None], o_w[None, None, :, None]
+    masks = own_block_byte_masks(o_h, 4 * o_w + NUM_WORDS * i_part + FIRST_BLOCK, K)
+    if K.SCALES_UNALIGNED:
+        selector += (bytes_beyond_whole_words(o_h, o_key, K, tile_cfg) & 3) * 0x11
+    next_words, scale_words = gl.broadcast(next_words, scale_words)
+    return gl.inline_asm_elementwise(
+        K_BLOCK_SCALES_OF_TWO_WORDS_PTX, "=h,=h,r,r,r,r", [scale_words, next_words, selector, masks],
+        (gl.float16, gl.float16), True, 1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def load_and_expand_k_block_scales_to_fp16(smem_scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Loads K block scales of an MMA tile [HEADS_PER_CTA, MMA_KEYS, words] as fp16 [HEADS_PER_CTA, MMA_KEYS, PACKED_K]
     in k_load_layout."""
@@ -341,11 +369,14 @@ def load_and_expand_k_block_scales_to_fp16(smem_scales, cfg: gl.constexpr, tile_
         tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, tile_cfg.MMA_KEYS, cfg.PACKED_K
     )
     W: gl.constexpr = gl.SliceLayout(3, L4)
+    K: gl.constexpr = tile_cfg.K
     if tile_cfg.KEY_PARTS > 1:
         SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, NUM_WORDS]
         scale_words = load_scales_of_own_head(smem_scales, W, SHAPE, 1, NUM_WORDS, tile_cfg)[:, :, :, None]
+        next_words = scale_words
     else:
-        scale_words = smem_scales.load(W)[:, :, :, None]
+        scale_words, next_words = load_both_planes(smem_scales, W, 2, K)
+        scale_words, next_words = scale_words[:, :, :, None], next_words[:, :, :, None]
     i_part = gl.arange(0, PARTS_PER_WORD, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L4))))[
         None, None, None, :
     ]
@@ -354,27 +385,26 @@ def load_and_expand_k_block_scales_to_fp16(smem_scales, cfg: gl.constexpr, tile_
         i_part + gl.full([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, NUM_WORDS, PARTS_PER_WORD], 0, gl.int32, L4),
     )
     # Two bytes from i_part * NUM_WORDS on; a lane with one block uses the first, one with four converts twice.
-    low, high = gl.inline_asm_elementwise(
-        K_BLOCK_SCALES_PTX,
-        "=h,=h,r,r",
-        [scale_words, i_part * (0x11 * NUM_WORDS) + 0x10],
-        (gl.float16, gl.float16),
-        True,
-        1,
-    )
+    selector = i_part * (0x11 * NUM_WORDS) + 0x10
+    if K.SCALE_BLOCKS > 0:
+        low, high = _k_block_scale_pair_of_padded_head(scale_words, next_words, selector, 0, i_part, L4, tile_cfg)
+    else:
+        low, high = gl.inline_asm_elementwise(
+            K_BLOCK_SCALES_PTX, "=h,=h,r,r", [scale_words, selector], (gl.float16, gl.float16), True, 1
+        )
     if NUM_WORDS == 1:
         block_scales = low
     elif NUM_WORDS == 2:
         block_scales = gl.join(low, high)
     else:
-        third, fourth = gl.inline_asm_elementwise(
-            K_BLOCK_SCALES_PTX,
-            "=h,=h,r,r",
-            [scale_words, i_part + 0x32],
-            (gl.float16, gl.float16),
-            True,
-            1,
-        )
+        if K.SCALE_BLOCKS > 0:
+            third, fourth = _k_block_scale_pair_of_padded_head(
+                scale_words, next_words, selector + 0x22, 2, i_part, L4, tile_cfg
+            )
+        else:
+            third, fourth = gl.inline_asm_elementwise(
+                K_BLOCK_SCALES_PTX, "=h,=h,r,r", [scale_words, selector + 0x22], (gl.float16, gl.float16), True, 1
+            )
         block_scales = gl.join(gl.join(low, third), gl.join(high, fourth))
     block_scales = block_scales.reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.PACKED_K // 4])
     LAYOUT: gl.constexpr = k_block_scale_broadcast_layout(
@@ -407,7 +437,17 @@ def load_and_expand_v_block_scales_to_fp16(smem_scales, cfg: gl.constexpr, tile_
         smem_scales = smem_scales.permute([0, 2, 1])  # [parts, keys, words] again
         scale_words = load_scales_of_own_head(smem_scales, W, SHAPE, 2, NUM_WORDS, tile_cfg)[:, :, None, :]
     else:
-        scale_words = smem_scales.load(W)[:, :, None, :]
+        V: gl.constexpr = tile_cfg.V
+        scale_words, next_words = load_both_planes(smem_scales, W, 1, V)
+        if V.SCALES_UNALIGNED:
+            o_h = gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, gl.SliceLayout(2, W)))[:, None, None]
+            o_key = gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(0, gl.SliceLayout(1, W)))[None, None, :]
+            o_byte = bytes_beyond_whole_words(o_h, o_key, V, tile_cfg) & 3
+            selector, scale_words = gl.broadcast(o_byte * 0x1111 + 0x3210, scale_words)
+            scale_words = gl.inline_asm_elementwise(
+                WORD_OF_TWO_PTX, "=r,r,r,r", [scale_words, next_words, selector], gl.int32, True, 1
+            )
+        scale_words = scale_words[:, :, None, :]
     odd = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L4))))[None, None, :, None]
     scale_words, odd = gl.broadcast(
         scale_words, odd + gl.full([tile_cfg.HEADS_PER_CTA, NUM_WORDS, 2, tile_cfg.MMA_KEYS], 0, gl.int32, L4)

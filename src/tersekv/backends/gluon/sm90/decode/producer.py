@@ -29,6 +29,7 @@ from .layouts import (
     query_heads_of_rows,
     query_load_layout,
 )
+from .scale_words import start_scale_word_copies
 
 
 class PageLookup(NamedTuple):
@@ -94,6 +95,12 @@ def num_scale_copies(tile_cfg):
     return (tile_cfg.K.SCALE_COPY_BYTES > 0) + (tile_cfg.V.SCALE_COPY_BYTES > 0)
 
 
+@gluon.constexpr_function
+def has_scales_copied_by_word(tile_cfg):
+    """Returns whether stored scales of K or V are copied by word (`scale_words`)."""
+    return tile_cfg.K.SCALE_BLOCKS > 0 or tile_cfg.V.SCALE_BLOCKS > 0
+
+
 @gluon.jit
 def allocate_smem_codes_and_scales(IS_V: gl.constexpr, tile_cfg: gl.constexpr):
     """Allocates (buffers of codes, buffers of stored scales) of K or V."""
@@ -112,6 +119,8 @@ def allocate_smem_codes_and_scales(IS_V: gl.constexpr, tile_cfg: gl.constexpr):
                 gl.NVMMASharedLayout(0, 32, 2),
             )
             scales = scales + (reinterpret(smem, dtype, SIDE.SCALE_SMEM_SHAPE, SIDE.SCALE_SMEM_LAYOUT),)
+        elif SIDE.SCALE_BLOCKS > 0:
+            scales = scales + (gl.allocate_shared_memory(dtype, SIDE.SCALE_SMEM_SHAPE, SIDE.SCALE_SMEM_LAYOUT),)
         else:
             scales = scales + (smem,)  # never read
     return codes, scales
@@ -307,8 +316,10 @@ def start_kv_block_copies_at_position(
     prefetch_pos, iter, full_barriers, tensor_maps, smem_kv, first_head, range_block_end, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copies of the n_block at prefetch_pos into the stage of this iteration."""
+    """Starts the copies of the n_block at prefetch_pos into the stage of this iteration; those by word in a cp.async
+    group, of which there is one for every iteration."""
     NUM_COPIES: gl.constexpr = tile_cfg.NUM_BUFFERS * tile_cfg.COPIES_PER_BUFFER
+    NUM_WARPS: gl.constexpr = tile_cfg.HEADS_PER_CTA * tile_cfg.WARPS_PER_HEAD
     enabled = prefetch_pos.block < range_block_end
     n_block = prefetch_pos.first_n_block + prefetch_pos.n_block
     stage = iter % tile_cfg.STAGES
@@ -341,12 +352,24 @@ def start_kv_block_copies_at_position(
                 tensor_maps.K_SCALES, k_scales, full_barriers[2].index(stage), i_copy_in_ring, page_id, first_head,
                 page_slot, enabled, False, tile_cfg,
             )  # fmt: skip
+        if tile_cfg.K.SCALE_BLOCKS > 0:
+            start_scale_word_copies(
+                tensor_maps.K_SCALES, k_scales, stage, page_id, first_head, page_slot, enabled, False, NUM_WARPS,
+                tile_cfg,
+            )  # fmt: skip
+        if tile_cfg.V.SCALE_BLOCKS > 0:
+            start_scale_word_copies(
+                tensor_maps.V_SCALES, v_scales, stage, page_id, first_head, page_slot, enabled, True, NUM_WARPS,
+                tile_cfg,
+            )  # fmt: skip
         if tile_cfg.V.SCALE_COPY_BYTES > 0:
             full_barrier = full_barriers[len(full_barriers) - 1].index(stage)
             start_scale_tile_copy(
                 tensor_maps.V_SCALES, v_scales, full_barrier, i_copy_in_ring, page_id, first_head, page_slot, enabled,
                 True, tile_cfg,
             )  # fmt: skip
+    if has_scales_copied_by_word(tile_cfg):
+        async_copy.commit_group()
 
 
 # ---- query ----

@@ -97,6 +97,18 @@ K_BLOCK_SCALES_PTX = gl.constexpr(
     mov.b32 {$0, $1}, x;
     }"""
 )
+# The same, where a row begins between two words: the bytes of two words, of which some are another head's.
+K_BLOCK_SCALES_OF_TWO_WORDS_PTX = gl.constexpr(
+    """{
+    .reg .b32 x;
+    .reg .b16 low, high;
+    prmt.b32 x, $2, $3, $4;
+    and.b32 x, x, $5;
+    mov.b32 {low, high}, x;
+    cvt.rn.f16x2.e4m3x2 x, low;
+    mov.b32 {$0, $1}, x;
+    }"""
+)
 V_BLOCK_SCALES_PTX = gl.constexpr(
     """{
     .reg .b32 x;
@@ -107,6 +119,8 @@ V_BLOCK_SCALES_PTX = gl.constexpr(
     cvt.rn.f16x2.e4m3x2 $1, high;
     }"""
 )
+# Four bytes selected from two words.
+WORD_OF_TWO_PTX = gl.constexpr("prmt.b32 $0, $1, $2, $3;")
 # A byte of e4m3 as fp16.
 BLOCK_SCALE_PTX = gl.constexpr(
     """{

@@ -123,7 +123,10 @@ class KVLayout(KernelConfig):
     SCALE_WORDS: int = 0  # 4-byte words of a head's stored scales
     SCALE_ROWS_PER_PAGE: int = 0  # rows of the scales' tensor map per page
     SCALE_ROWS_ARE_KEYS: bool = True
-    SCALE_STRIDES: tuple[int, ...] = ()  # of pages, slots and heads, where scales are loaded one by one
+    SCALE_STRIDES: tuple[int, ...] = ()  # of pages, slots and heads, where scales are loaded one by one, or by word
+    SCALE_BLOCKS: int = 0  # block scales of a head, where they are copied by word (`decode/scale_words`)
+    SCALE_SHIFT: int = 0  # bytes by which a head's row of them begins later than the previous head's
+    SCALES_UNALIGNED: bool = False  # rows of them begin between two words
 
     @property
     def SMEM_LAYOUT(self) -> gl.NVMMASharedLayout:
@@ -189,7 +192,7 @@ def make_kv_and_scale_map_specs(
     codes = [kv_map_spec_or_none(x, heads_per_cta, keys_per_copy, head_dim_parts) for x in (f.k_cache, f.v_cache)]
     scales = [
         None
-        if x is None or shared_tiles
+        if x is None or shared_tiles or are_scales_copied_by_word(fmt, x)
         else scale_map_spec_of_a_head_or_none(x, keys_per_copy, fmt.scale == BLOCK)
         if key_parts > 1
         else scale_map_spec_or_none(
@@ -289,6 +292,12 @@ def pack_heads_into_swizzle_128b_rows(spec: TensorMapSpec) -> TensorMapSpec:
 
 
 # ---- stored scales ----
+
+
+def are_scales_copied_by_word(fmt: KVFormat, scale_cache: Any) -> bool:
+    """Returns whether stored scales are block scales of a padded head, whose rows no tensor copy can bring
+    (`decode/scale_words`)."""
+    return fmt.scale == BLOCK and launch.next_power_of_2(scale_cache.shape[3]) != scale_cache.shape[3]
 
 
 def num_scale_heads_of_head_parts(fmt: KVFormat, num_head_parts: int, head_dim_parts: int) -> int:
