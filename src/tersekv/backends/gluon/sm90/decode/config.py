@@ -233,7 +233,7 @@ def choose_tile_config(f: SimpleNamespace, block_m: int) -> TileConfig:
     while tile_config.block_n > 16 and tile_config.num_stages * tile_config.block_n * bytes_per_key > limit:
         tile_config = tile_config._replace(block_n=tile_config.block_n // 2)
     if (
-        tile_config.producer_warp and tile_config.block_n < max_block_n
+        tile_config.producer_warp and (tile_config.block_n < max_block_n or has_padded_head_dims(f))
     ):  # more stages of fewer keys, to keep the memory busy
         tile_config = tile_config._replace(
             num_stages=max(tile_config.num_stages, min(4, limit // (tile_config.block_n * bytes_per_key)))

@@ -66,6 +66,14 @@ from .scale_words import start_scale_word_copies
 # ---- producer warp ----
 
 
+@gluon.constexpr_function
+def producer_registers(tile_cfg):
+    """Returns the registers of a producer's thread: without spills, and as many as consumers can spare."""
+    if tile_cfg.K.SCALES_UNALIGNED or tile_cfg.V.SCALES_UNALIGNED:
+        return 40
+    return 32 if has_scales_copied_by_word(tile_cfg) else 24
+
+
 @gluon.jit
 def producer(
     tensor_maps, page_lookup, smem_kv, full_barriers, empty_barriers, first_head, cta_range, cfg: gl.constexpr,
@@ -284,7 +292,6 @@ def decode_producer_warp_kernel(
     tensor_maps = TensorMaps(K, V, K_SCALES, V_SCALES)
     page_lookup = PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b)
     # Warp roles: consumers, producer.
-    PRODUCER_REGISTERS: gl.constexpr = 24 if has_scales_copied_by_word(tile_cfg) else 24
     thread_barrier()  # the partitions' arguments may overlap the scratch of the reductions above
     gl.warp_specialize(
         [
@@ -304,7 +311,7 @@ def decode_producer_warp_kernel(
             ),
         ],
         [1],
-        [PRODUCER_REGISTERS],
+        [producer_registers(tile_cfg)],
     )  # fmt: skip
     if tile_cfg.FUSED_COMBINE_ROWS == 0:
         pdl_launch_dependents()

@@ -98,10 +98,10 @@ def bytes_beyond_whole_words(o_h, o_key, SIDE: gl.constexpr, tile_cfg: gl.conste
 
 @gluon.constexpr_function
 def _copy_layout(SIDE, shape, num_warps):
-    """Returns the layout of words [tiles, heads, keys, words]: a warp copies neighbours in the cache, heads of one key,
-    or keys of one head."""
+    """Returns the layout of words [tiles, heads, keys, words]: a warp copies neighbours in the cache. Of heads side by
+    side it takes two only: their rows in shared memory begin in one bank."""
     words = shape[3]
-    heads = min(shape[1], 32 // words) if SIDE.SCALE_STRIDES[2] < SIDE.SCALE_STRIDES[1] else 1
+    heads = min(shape[1], 2) if SIDE.SCALE_STRIDES[2] < SIDE.SCALE_STRIDES[1] else 1
     keys = min(shape[2], 32 // (words * heads))
     tiles = 32 // (words * heads * keys)
     return gl.BlockedLayout([1, 1, 1, 1], [tiles, heads, keys, words], [1, 1, num_warps, 1], [3, 1, 2, 0])
