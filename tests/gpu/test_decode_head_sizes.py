@@ -43,6 +43,57 @@ def test_four_bit_integers(dim, dim_v, page, heads):
         passes("int4_per_token_head", dim, dim_v, drafts, heads=heads, page=page)
 
 
+@pytest.mark.parametrize(("heads", "page", "layout"), [(4, 64, "NHD"), (4, 16, "HND"), (8, 32, "NHD"), (2, 128, "NHD"),
+                                                       (1, 16, "HND")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dim", "dim_v"),
+    [(80, 0), (96, 0), (112, 0), (144, 0), (160, 0), (176, 0), (192, 0), (224, 0), (192, 128), (64, 96), (112, 80)],
+)
+def test_block_scales(dim, dim_v, heads, page, layout):
+    """Copied by word: rows that begin in words and between them, of heads side by side and apart."""
+    odd = any(d % 32 == 16 for d in (dim, dim_v or dim))
+    if odd and (layout == "HND" or heads == 1):
+        pytest.skip("rows of codes at odd multiples of 8 bytes go to Triton")
+    for options in ({}, {"drafts": 4}, {"group": 16}, {"lens": (9000, 1, 17)}):
+        passes("nvfp4", dim, dim_v, heads=heads, page=page, layout=layout, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scales": "tail"},
+        {"page": 16, "window": 40, "sinks": True},
+        {"ragged": True, "q_lens": (3, 1, 0, 2, 4), "dtype": "float16"},
+        {"softcap": 20.0, "scale": "tensor"},
+        {"out_dtype": "float8_e4m3fn", "lse": False, "strided": True},
+        {"heads": 12, "packed": True},
+        {"v_format": "int4_per_token_head"},
+        {"v_format": "fp8_e4m3"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dim", [96, 160, 192])
+def test_block_scales_with(dim, options):
+    passes("nvfp4", dim, **options)
+
+
+@pytest.mark.parametrize("dim", [80, 96, 112, 144, 160])
+def test_scales_that_are_no_number_stay_in_their_head(dim):
+    call = make(Case("decode", "nvfp4", "no number", lens=LENS, heads=8, page=64, dim=dim), "cuda")
+    expected = plan("decode", call, "gluon")
+    expected.run(call, expected.config)
+    out = call.out.clone()
+    for side in (call.k_scale_cache, call.v_scale_cache):
+        side.view(torch.uint8)[:, :, 2::4] = 0x7F
+    call.out.fill_(7)
+    expected.run(call, expected.config)
+    group = call.q.shape[1] // 8
+    well = [h for h in range(call.q.shape[1]) if h // group % 4 != 2]
+    ill = [h for h in range(call.q.shape[1]) if h // group % 4 == 2]
+    assert torch.equal(call.out[:, well], out[:, well])
+    assert call.out[call.seq_lens > 0][:, ill].isnan().all()
+
+
 @pytest.mark.parametrize("heads", [3, 6])
 @pytest.mark.parametrize("dim", [80, 112])
 def test_any_number_of_heads(dim, heads):
