@@ -1,4 +1,5 @@
-"""Block scales of padded heads that decode copies by word: its kernels' arithmetic, with arrays for tensors."""
+"""What decode copies of padded heads by cp.async, scales by word and codes in chunks: its kernels' arithmetic, with
+arrays for tensors."""
 
 from __future__ import annotations
 
@@ -11,9 +12,12 @@ import torch
 from test_decode_compile import call_of
 
 from tersekv.backends.gluon import decode
-from tersekv.backends.gluon.sm90.decode import layouts, scale_words
+from tersekv.backends.gluon.sm90.decode import code_chunks, layouts, scale_words
 from tersekv.backends.gluon.sm90.parts import dequant
 from tersekv.dispatch.plan import facts
+
+
+NAMES = (layouts.__name__, scale_words.__name__, code_chunks.__name__)
 
 
 class Array(np.ndarray):
@@ -82,17 +86,19 @@ def as_numpy(found: Any, memory: np.ndarray, group: int) -> Any:
         return tuple(array(x) for x in np.broadcast_arrays(a, b))
 
     gl = SimpleNamespace(
-        int32=np.int32, int64=np.int64, float16=np.float16, constexpr=None, broadcast=broadcast,
-        SliceLayout=as_layout, DotOperandLayout=as_layout, SwizzledSharedLayout=as_layout, pointer_type=lambda x: np.int64,
+        int16=np.int16, int32=np.int32, int64=np.int64, float16=np.float16, constexpr=None, broadcast=broadcast,
+        SliceLayout=as_layout, DotOperandLayout=as_layout, BlockedLayout=as_layout,
+        SwizzledSharedLayout=as_layout, NVMMASharedLayout=as_layout, pointer_type=lambda x: np.int64,
         arange=lambda a, b, layout: array(np.arange(a, b)), where=lambda *x: array(np.where(*x)),
         full=lambda shape, x, dtype, layout: array(np.full(shape, x, dtype)), join=lambda *x: array(np.stack(x, -1)),
         convert_layout=lambda x, *more, **options: x, inline_asm_elementwise=asm, program_id=lambda axis: group,
     )  # fmt: skip
-    module = vars(layouts) | vars(scale_words)
+    module = vars(layouts) | vars(scale_words) | vars(code_chunks)
     globals_ = {n: as_layout if n.endswith("layout") else getattr(x, "fn", x) for n, x in module.items()}
-    globals_ |= {"gl": gl, "async_load": async_load, "reinterpret": lambda smem, dtype, shape, layout: smem.reshape(shape)}
+    globals_ |= {"gl": gl, "async_load": async_load, "CHUNK_WORDS": code_chunks.CHUNK_WORDS.value}
+    globals_["reinterpret"] = lambda smem, dtype, shape, layout: smem.reshape(shape)
     for name, x in list(globals_.items()):
-        if isinstance(x, FunctionType) and x.__module__ in (layouts.__name__, scale_words.__name__):
+        if isinstance(x, FunctionType) and x.__module__ in NAMES:
             globals_[name] = FunctionType(x.__code__, globals_, name, x.__defaults__)
     return globals_[found.fn.__name__]
 
@@ -111,10 +117,7 @@ def test_scales_lie_beside_their_codes(dim, options, fmt):
     """In the columns of the copied row that are the head's own; keys' are 0 elsewhere, whatever lies there."""
     call = call_of(fmt, head_dim=dim, **options)
     f = facts("decode", call, arch=90)
-    if decode.why_not(f) is not None:
-        assert dim in (80, 112, 144, 176, 208, 240)
-        assert options.get("layout") == "HND" or options.get("heads") == 2
-        return
+    assert decode.why_not(f) is None
     config = decode.configure(f)
     cfg, tile_cfg, page_slot = config.constants, config.shape, call.k_cache.shape[1] - tile_keys(config)
     heads, tiles = tile_cfg.HEADS_PER_CTA, tile_cfg.KEYS_PER_BUFFER // 16
@@ -138,6 +141,36 @@ def test_scales_lie_beside_their_codes(dim, options, fmt):
                 keys = slice(page_slot + 16 * j, page_slot + 16 * j + 16)
                 own = scales[3, keys, group * heads : group * heads + heads].to(torch.float16).numpy()
                 check(np.asarray(found)[..., ::4], own.transpose(1, 0, 2), side, is_v)
+
+
+@pytest.mark.parametrize(("fmt", "options"), [
+    ("nvfp4", {"layout": "HND"}), ("nvfp4", {"layout": "HND", "page_size": 16, "scales": "tail"}),
+    ("int4_per_token_head", {"layout": "HND", "heads": 2}), ("int4_per_token_head", {"heads": 1, "group": 16}),
+    ("nvfp4", {"heads": 3}), ("int4_per_token_head/nvfp4", {"heads": 1}),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("dim", [80, 112, 144, 176, 208, 240])
+def test_codes_lie_at_the_begin_of_their_rows(dim, options, fmt):
+    call = call_of(fmt, head_dim=dim, **options)
+    f = facts("decode", call, arch=90)
+    assert decode.why_not(f) is None
+    config = decode.configure(f)
+    tile_cfg, page_slot = config.shape, call.k_cache.shape[1] - tile_keys(config)
+    heads, tiles = tile_cfg.HEADS_PER_CTA, tile_cfg.KEYS_PER_BUFFER // 16
+    assert not {"K", "V"} & config.tensor_map_specs.keys()
+    for group in range(tile_cfg.HEAD_GROUPS):
+        for is_v, codes in enumerate((call.k_cache, call.v_cache)):
+            side = tile_cfg.V if is_v else tile_cfg.K
+            assert side.COPY_BYTES == 0
+            memory = words_around(codes).view(np.int16)
+            smem = array(np.full(side.SMEM_SHAPE, 0x7F7F, np.int16))
+            copy = as_numpy(code_chunks.start_code_chunk_copies, memory, group)
+            copy(array(0), smem, 2, array(3), array(group * heads), array(page_slot), True, is_v, 1, tile_cfg)
+            own = codes[3, page_slot:, group * heads : group * heads + heads].contiguous().view(torch.int16).numpy()
+            own = own.reshape(tiles, 16, heads, dim // 4).transpose(0, 2, 1, 3)
+            found = np.asarray(smem).reshape(tile_cfg.STAGES, tiles, heads, 16, -1)
+            np.testing.assert_array_equal(found[2, ..., : dim // 4], own)
+            assert (found[2, ..., dim // 4 :] == 0).all()
+            assert (found[:2] == 0x7F7F).all()
 
 
 def tile_keys(config: decode.Config) -> int:

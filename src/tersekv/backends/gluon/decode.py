@@ -69,7 +69,7 @@ from .sm90.parts.tensor_maps import (
     KVLayout,
     TensorMapSpec,
     are_scales_copied_by_word,
-    kv_map_spec_or_none,
+    kv_copy_spec_or_none,
     make_kv_and_scale_map_specs,
     make_kv_layout,
     min_keys_per_copy,
@@ -181,8 +181,8 @@ def _why_not_tensor_maps(f: SimpleNamespace) -> str | None:
     if parts > 1:
         heads = choose_heads_per_cta(f, choose_tile_config(f, choose_block_m(f)).heads_per_cta)
     for name in ("k_cache", "v_cache"):
-        if kv_map_spec_or_none(getattr(f, name), heads, keys, parts) is None:
-            apart = "multiples of 16 bytes, or of 8 with heads side by side, an even number of them"
+        if kv_copy_spec_or_none(getattr(f, name), heads, keys, parts) is None:
+            apart = "multiples of 16 bytes, or of 8 where rows are odd ones, in pages of a multiple of 16"
             return f"wants {name} with rows at equal distances that are {apart}"
     return None if is_large_m(f) else _why_stored_scales_cannot_be_copied(f, heads, keys)
 
@@ -288,6 +288,7 @@ def configure(f: SimpleNamespace) -> Config:
     tiles = m_blocks, valid_rows, *combine_tile, *fused_tile, unsplit, tuned.key_parts, has_list_per_head(f)
     shape = _make_tile_config(f, tuned, k, v, kv_specs[0], (cta_heads, f.head_dim_parts), tiles)
     tensor_map_specs = dict(zip(("K", "V", "K_SCALES", "V_SCALES"), (*kv_specs, *scales), strict=True))
+    tensor_map_specs = {n: spec for n, spec in tensor_map_specs.items() if spec is not None and not spec.chunks}
     grid = requests * m_blocks * groups, -(-num_rows // combine_tile[0]) * (partial_columns // combine_tile[2])
     kernel, options = _select_kernel_and_options(tuned, cta_heads * tuned.key_parts)
     shared_args = output_and_workspace_args(f) | tensor_args(SINKS="sinks", V_SCALE="v_scale_t")
@@ -306,7 +307,7 @@ def configure(f: SimpleNamespace) -> Config:
         metadata_size = 2 * grid[0]
     scratch = 2 * ranges * heads * block_m * cfg.PARTIAL_COLUMNS + metadata_size
     return Config(
-        cfg, shape, {n: spec for n, spec in tensor_map_specs.items() if spec is not None},
+        cfg, shape, tensor_map_specs,
         _prepend_list_pages_launch(call_facts, attention_launches(f, split_pass, combine, scratch), scratch),
     )  # fmt: skip
 
@@ -348,13 +349,12 @@ def _residual_scale(code: str, shared_tiles: bool) -> float:
     return INT4_RESIDUAL_SCALE.value if code == "int4" and not shared_tiles else 1.0
 
 
-def _split_pass_args(f: SimpleNamespace, tensor_map_specs: dict[str, TensorMapSpec | None]) -> dict[str, Any]:
+def _split_pass_args(f: SimpleNamespace, tensor_map_specs: dict[str, TensorMapSpec]) -> dict[str, Any]:
     """Returns the arguments of the split pass; those with a spec are passed as tensor maps."""
     cache_names = {"K": "k_cache", "V": "v_cache", "K_SCALES": "k_scale_cache", "V_SCALES": "v_scale_cache"}
     tensor_map_args = {
         n: TensorMapArg(cache_names[n], partial(tensor_map_from_spec, spec=spec))
         for n, spec in tensor_map_specs.items()
-        if spec is not None
     }
     tensors = tensor_args(Q="q", K_SCALE="k_scale_t", **cache_names) | mask_args(f)
     tensors |= tensor_args(

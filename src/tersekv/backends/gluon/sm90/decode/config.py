@@ -13,6 +13,7 @@ from ....host import launch
 from ..parts.tensor_maps import (
     MMA_KEYS,
     are_scales_copied_by_word,
+    kv_copy_spec_or_none,
     kv_map_spec_or_none,
     scale_map_spec_of_a_head_or_none,
 )
@@ -135,7 +136,7 @@ def second_scale_plane_bytes_per_key(f: SimpleNamespace, heads_per_cta: int) -> 
     nbytes, caches = 0, ((f.k_cache, f.k_scale_cache), (f.v_cache, f.v_scale_cache))
     for fmt, d, (codes, scales) in zip(pair_of(f), padded_head_dims(f), caches, strict=True):
         if are_scales_copied_by_word(fmt, scales):
-            spec = kv_map_spec_or_none(codes, heads_per_cta, MMA_KEYS)
+            spec = kv_copy_spec_or_none(codes, heads_per_cta, MMA_KEYS)
             assert spec is not None
             nbytes += 4 * words_per_scale_row(d, scale_shift_and_unaligned(scales, spec)[1]) - d // 16
     return nbytes
@@ -232,8 +233,8 @@ def choose_tile_config(f: SimpleNamespace, block_m: int) -> TileConfig:
     )
     while tile_config.block_n > 16 and tile_config.num_stages * tile_config.block_n * bytes_per_key > limit:
         tile_config = tile_config._replace(block_n=tile_config.block_n // 2)
-    if (
-        tile_config.producer_warp and (tile_config.block_n < max_block_n or has_padded_head_dims(f))
+    if tile_config.producer_warp and (
+        tile_config.block_n < max_block_n or has_padded_head_dims(f)
     ):  # more stages of fewer keys, to keep the memory busy
         tile_config = tile_config._replace(
             num_stages=max(tile_config.num_stages, min(4, limit // (tile_config.block_n * bytes_per_key)))

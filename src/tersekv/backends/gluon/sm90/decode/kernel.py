@@ -97,7 +97,7 @@ from .producer import (
     advance_prefetch_position,
     allocate_smem_kv,
     allocate_smem_prefetched_q_ring,
-    has_scales_copied_by_word,
+    has_cp_async_copies,
     init_prefetch_position,
     load_query_operands_and_q_scales,
     num_scale_copies,
@@ -752,7 +752,7 @@ def decode_small_m_or_shared_tiles_kernel(
                 ):
                     # Wait for the stage; once all warps have left the previous one, refill it.
                     wait_copies(full_barriers, iter, NUM_BARRIER_GROUPS, tile_cfg.STAGES)
-                    if has_scales_copied_by_word(tile_cfg):
+                    if has_cp_async_copies(tile_cfg):
                         async_copy.wait_group(tile_cfg.STAGES - 2)
                     thread_barrier()
                     if tile_cfg.NUM_QUERY_STAGES > 0:

@@ -48,6 +48,7 @@ from .kernel import (
     sum_over_lanes_of_equal_row_max,
     work_tile_metadata_ptr,
 )
+from .code_chunks import start_code_chunk_copies
 from .layouts import kv_heads_of_cta, mma_layout, store_query_fragment
 from .producer import (
     PageLookup,
@@ -55,7 +56,7 @@ from .producer import (
     TensorMaps,
     advance_prefetch_position,
     allocate_smem_kv,
-    has_scales_copied_by_word,
+    has_cp_async_copies,
     init_prefetch_position,
     load_query_operands_and_q_scales,
     start_code_tile_copy,
@@ -69,9 +70,9 @@ from .scale_words import start_scale_word_copies
 @gluon.constexpr_function
 def producer_registers(tile_cfg):
     """Returns the registers of a producer's thread: without spills, and as many as consumers can spare."""
-    if tile_cfg.K.SCALES_UNALIGNED or tile_cfg.V.SCALES_UNALIGNED:
+    if any(side.SCALES_UNALIGNED or side.CODE_STRIDES for side in (tile_cfg.K, tile_cfg.V)):
         return 40
-    return 32 if has_scales_copied_by_word(tile_cfg) else 24
+    return 32 if has_cp_async_copies(tile_cfg) else 24
 
 
 @gluon.jit
@@ -99,19 +100,29 @@ def producer(
             page_slot = (
                 n_block * cfg.BLOCK_N + i * (tile_cfg.KEYS_PER_BUFFER // tile_cfg.COPIES_PER_BUFFER)
             ) % cfg.PAGE
-            start_code_tile_copy(
-                tensor_maps.K, smem_kv.k[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy_in_ring, page_id,
-                first_head, page_slot, True, cfg.K_ROWS_PER_PAGE, tile_cfg,
-            )  # fmt: skip
+            if tile_cfg.K.COPY_BYTES > 0:
+                start_code_tile_copy(
+                    tensor_maps.K, smem_kv.k[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy_in_ring, page_id,
+                    first_head, page_slot, True, cfg.K_ROWS_PER_PAGE, tile_cfg,
+                )  # fmt: skip
+            else:
+                start_code_chunk_copies(
+                    tensor_maps.K, smem_kv.k[i], stage, page_id, first_head, page_slot, True, False, 1, tile_cfg
+                )
             if tile_cfg.K.SCALE_COPY_BYTES > 0:
                 start_scale_tile_copy(
                     tensor_maps.K_SCALES, smem_kv.k_scales[i // tile_cfg.COPIES_PER_BUFFER], full_barrier,
                     i_copy_in_ring, page_id, first_head, page_slot, True, False, tile_cfg,
                 )  # fmt: skip
-            start_code_tile_copy(
-                tensor_maps.V, smem_kv.v[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy_in_ring, page_id,
-                first_head, page_slot, True, cfg.V_ROWS_PER_PAGE, tile_cfg,
-            )  # fmt: skip
+            if tile_cfg.V.COPY_BYTES > 0:
+                start_code_tile_copy(
+                    tensor_maps.V, smem_kv.v[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy_in_ring, page_id,
+                    first_head, page_slot, True, cfg.V_ROWS_PER_PAGE, tile_cfg,
+                )  # fmt: skip
+            else:
+                start_code_chunk_copies(
+                    tensor_maps.V, smem_kv.v[i], stage, page_id, first_head, page_slot, True, True, 1, tile_cfg
+                )
             if tile_cfg.V.SCALE_COPY_BYTES > 0:
                 start_scale_tile_copy(
                     tensor_maps.V_SCALES, smem_kv.v_scales[i // tile_cfg.COPIES_PER_BUFFER], full_barrier,
@@ -127,7 +138,7 @@ def producer(
                     tensor_maps.V_SCALES, smem_kv.v_scales[i], stage, page_id, first_head, page_slot, True, True, 1,
                     tile_cfg,
                 )  # fmt: skip
-        if has_scales_copied_by_word(tile_cfg):
+        if has_cp_async_copies(tile_cfg):
             async_copy.mbarrier_arrive(full_barrier, increment_count=False)
         prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, cta_range.block_end, cfg, tile_cfg)
 
@@ -262,8 +273,8 @@ def decode_producer_warp_kernel(
         smem_q = gl.allocate_shared_memory(gl.float16, SHAPE, gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
     else:
         smem_q = smem_kv.k[0]
-    # Where scales are copied by word, each lane of the producer arrives once its words have.
-    FULL_COUNT: gl.constexpr = 33 if has_scales_copied_by_word(tile_cfg) else 1
+    # Where cp.async copies, each lane of the producer arrives once its copies have.
+    FULL_COUNT: gl.constexpr = 33 if has_cp_async_copies(tile_cfg) else 1
     full_barriers, empty_barriers = allocate_mbarrier_groups(tile_cfg.STAGES, (FULL_COUNT, 1))
     fence_async_shared()
     # Wait for the previous kernel; then padding, and this CTA's range.

@@ -22,6 +22,7 @@ from ..parts.dequant import (
 )
 from ..parts.hadamard import scale_and_rotate_query
 from ..parts.tile_scheduler import load_request_lengths_and_block_counts
+from .code_chunks import start_code_chunk_copies
 from .layouts import (
     kv_heads_of_cta,
     mma_layout,
@@ -96,9 +97,9 @@ def num_scale_copies(tile_cfg):
 
 
 @gluon.constexpr_function
-def has_scales_copied_by_word(tile_cfg):
-    """Returns whether stored scales of K or V are copied by word (`scale_words`)."""
-    return tile_cfg.K.SCALE_BLOCKS > 0 or tile_cfg.V.SCALE_BLOCKS > 0
+def has_cp_async_copies(tile_cfg):
+    """Returns whether any codes or scales are copied by cp.async (`code_chunks`, `scale_words`)."""
+    return any(side.SCALE_BLOCKS > 0 or len(side.CODE_STRIDES) > 0 for side in (tile_cfg.K, tile_cfg.V))
 
 
 @gluon.jit
@@ -316,8 +317,8 @@ def start_kv_block_copies_at_position(
     prefetch_pos, iter, full_barriers, tensor_maps, smem_kv, first_head, range_block_end, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copies of the n_block at prefetch_pos into the stage of this iteration; those by word in a cp.async
-    group, of which there is one for every iteration."""
+    """Starts the copies of the n_block at prefetch_pos into the stage of this iteration; those by cp.async as a group,
+    of which there is one for every iteration."""
     NUM_COPIES: gl.constexpr = tile_cfg.NUM_BUFFERS * tile_cfg.COPIES_PER_BUFFER
     NUM_WARPS: gl.constexpr = tile_cfg.HEADS_PER_CTA * tile_cfg.WARPS_PER_HEAD
     enabled = prefetch_pos.block < range_block_end
@@ -339,14 +340,24 @@ def start_kv_block_copies_at_position(
         page_slot = (n_block * cfg.BLOCK_N + i * (tile_cfg.KEYS_PER_BUFFER // tile_cfg.COPIES_PER_BUFFER)) % cfg.PAGE
         k, k_scales = smem_kv.k[i // tile_cfg.COPIES_PER_BUFFER], smem_kv.k_scales[i // tile_cfg.COPIES_PER_BUFFER]
         v, v_scales = smem_kv.v[i // tile_cfg.COPIES_PER_BUFFER], smem_kv.v_scales[i // tile_cfg.COPIES_PER_BUFFER]
-        start_code_tile_copy(
-            tensor_maps.K, k, full_barriers[0].index(stage), i_copy_in_ring, page_id, first_head, page_slot, enabled,
-            cfg.K_ROWS_PER_PAGE, tile_cfg,
-        )  # fmt: skip
-        start_code_tile_copy(
-            tensor_maps.V, v, full_barriers[1].index(stage), i_copy_in_ring, page_id, first_head, page_slot, enabled,
-            cfg.V_ROWS_PER_PAGE, tile_cfg,
-        )  # fmt: skip
+        if tile_cfg.K.COPY_BYTES > 0:
+            start_code_tile_copy(
+                tensor_maps.K, k, full_barriers[0].index(stage), i_copy_in_ring, page_id, first_head, page_slot,
+                enabled, cfg.K_ROWS_PER_PAGE, tile_cfg,
+            )  # fmt: skip
+        else:
+            start_code_chunk_copies(
+                tensor_maps.K, k, stage, page_id, first_head, page_slot, enabled, False, NUM_WARPS, tile_cfg
+            )
+        if tile_cfg.V.COPY_BYTES > 0:
+            start_code_tile_copy(
+                tensor_maps.V, v, full_barriers[1].index(stage), i_copy_in_ring, page_id, first_head, page_slot,
+                enabled, cfg.V_ROWS_PER_PAGE, tile_cfg,
+            )  # fmt: skip
+        else:
+            start_code_chunk_copies(
+                tensor_maps.V, v, stage, page_id, first_head, page_slot, enabled, True, NUM_WARPS, tile_cfg
+            )
         if tile_cfg.K.SCALE_COPY_BYTES > 0:
             start_scale_tile_copy(
                 tensor_maps.K_SCALES, k_scales, full_barriers[2].index(stage), i_copy_in_ring, page_id, first_head,
@@ -368,7 +379,7 @@ def start_kv_block_copies_at_position(
                 tensor_maps.V_SCALES, v_scales, full_barrier, i_copy_in_ring, page_id, first_head, page_slot, enabled,
                 True, tile_cfg,
             )  # fmt: skip
-    if has_scales_copied_by_word(tile_cfg):
+    if has_cp_async_copies(tile_cfg):
         async_copy.commit_group()
 
 

@@ -117,6 +117,7 @@ class KVLayout(KernelConfig):
     PADDED_HEADS: int = 1  # heads of a group that is copied as padded tiles (`_padded_heads_and_word_shift_per_head`)
     HEAD_SHIFT: int = 0  # packed words by which a head's row begins later in its padded row than the previous head's
     ROW_PACKED: int = 0  # packed words of a row
+    CODE_STRIDES: tuple[int, ...] = ()  # of pages, slots and heads in packed words, where codes are copied in chunks
     SCALE_SMEM_SHAPE: tuple[int, ...] = ()  # tiles, heads and keys in either order, and words if there are several
     SCALE_COPY_BYTES: int = 0  # 0: no scales are copied
     SCALE_SMEM_PITCH: int = 0  # bytes from one copy to the next
@@ -145,7 +146,8 @@ class KVLayout(KernelConfig):
 
 class TensorMapSpec(NamedTuple):
     """Tensor map of a cache: shape, strides and box of one copy in elements of `view`; rows per page, or 0 where pages
-    are a dimension of their own; padded_heads: heads of a group (`_padded_heads_and_word_shift_per_head`)."""
+    are a dimension of their own; padded_heads: heads of a group (`_padded_heads_and_word_shift_per_head`); chunks: the
+    engine cannot copy it, and cp.async does (`decode/code_chunks`): strides are those of pages, slots and heads."""
 
     shape: list[int]
     strides: list[int]
@@ -155,6 +157,7 @@ class TensorMapSpec(NamedTuple):
     rows_per_page: int
     rows_are_keys: bool = True
     padded_heads: int = 1
+    chunks: bool = False
 
     @property
     def tiles_per_copy(self) -> int:
@@ -189,7 +192,7 @@ def make_kv_and_scale_map_specs(
 ) -> tuple[list[TensorMapSpec], list[TensorMapSpec | None]]:  # fmt: skip
     """Returns the specs of K and V codes, and of stored scales that are copied, else None; a copy is `keys_per_copy`
     keys of `heads_per_cta` heads, or parts of heads: see `decode/config.facts_with_head_dim_parts_as_heads`."""
-    codes = [kv_map_spec_or_none(x, heads_per_cta, keys_per_copy, head_dim_parts) for x in (f.k_cache, f.v_cache)]
+    codes = [kv_copy_spec_or_none(x, heads_per_cta, keys_per_copy, head_dim_parts) for x in (f.k_cache, f.v_cache)]
     scales = [
         None
         if x is None or shared_tiles or are_scales_copied_by_word(fmt, x)
@@ -265,6 +268,24 @@ def kv_map_spec_or_none(
     return TensorMapSpec(shape, strides, [1, *box], swizzle, torch.int16, 0).self_or_none_if_tma_cannot_copy()
 
 
+def kv_copy_spec_or_none(
+    cache: Any, heads_per_cta: int, keys_per_copy: int, head_dim_parts: int = 1
+) -> TensorMapSpec | None:
+    """Returns `kv_map_spec_or_none`, or else the spec of copies in chunks of 8 bytes: of rows at odd multiples of them,
+    as rows of 4 bits of padded heads are."""
+    spec = kv_map_spec_or_none(cache, heads_per_cta, keys_per_copy, head_dim_parts)
+    row_bytes, itemsize = cache.shape[3] * cache.dtype.itemsize, cache.dtype.itemsize
+    strides = [n * itemsize for n in cache.stride[:3]]
+    if spec is not None or not cache.aligned or row_bytes % 16 != 8 or any(n % 8 for n in strides):
+        return spec
+    if keys_per_copy % MMA_KEYS or head_dim_parts > 1:
+        return None
+    padded_packed = launch.next_power_of_2(row_bytes // 2)
+    box = [keys_per_copy // MMA_KEYS, heads_per_cta, MMA_KEYS, padded_packed]
+    shape, swizzle = [*cache.shape[:3], row_bytes // 2], min(padded_packed * 2, 128)
+    return TensorMapSpec(shape, [n // 2 for n in strides], box, swizzle, torch.int16, 1, chunks=True)
+
+
 def _padded_heads_and_word_shift_per_head(row_bytes: int, heads_per_cta: int) -> tuple[int, int]:
     """Returns (heads of a group, packed words by which each head's row begins later in its padded row than the previous
     head's), or (1, 0); for adjacent heads of row_bytes.
@@ -284,7 +305,7 @@ def pack_heads_into_swizzle_128b_rows(spec: TensorMapSpec) -> TensorMapSpec:
     """Returns the same copy with as many adjacent heads per row as fill 128 bytes: fewer rows to request."""
     *outer, heads, keys, words = spec.box
     n = min(heads, 64 // words)
-    if n < 2 or spec.strides[-3] != words:
+    if n < 2 or spec.chunks or spec.strides[-3] != words:
         return spec
     shape, strides = [*spec.shape[:-3], spec.shape[-3] // n, keys, n * words], [*spec.strides]
     strides[-3] = n * words
@@ -390,6 +411,8 @@ def make_kv_layout(
         smem_shape = (num_stages, MMA_KEYS // keys, words // panel, rows, keys, panel)
     scale_kind = fmt.scale if fmt.scale in (TOKEN_HEAD, BLOCK) else ""
     layout = KVLayout(fmt.code, pack, scale_kind, codes.swizzle, smem_shape, codes.nbytes(), rotation)
+    if codes.chunks:
+        layout = replace(layout, COPY_BYTES=0, ROW_PACKED=codes.shape[3], CODE_STRIDES=tuple(codes.strides))
     if codes.padded_heads > 1:
         row_size = codes.strides[1] // codes.padded_heads
         layout = replace(
