@@ -16,7 +16,6 @@ from tersekv.backends.gluon.sm90.decode import code_chunks, layouts, scale_words
 from tersekv.backends.gluon.sm90.parts import dequant
 from tersekv.dispatch.plan import facts
 
-
 NAMES = (layouts.__name__, scale_words.__name__, code_chunks.__name__)
 
 

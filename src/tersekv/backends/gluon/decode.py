@@ -247,22 +247,16 @@ def _why_not_with_head_dim_parts(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> Config:
     call_facts, f = f, facts_with_head_dim_parts_as_heads(facts_with_listed_rows_as_requests(f, f.k_cache.shape[1]))
-    (fmt, v_fmt), tuned, (d, dv) = pair_of(f), choose_tile_config(f, choose_block_m(f)), padded_head_dims(f)
-    base_cfg = portable.kernel_constants(f, portable_tune.choose_tile_config(f, fmt), True)
+    tuned, (d, dv) = choose_tile_config(f, choose_block_m(f)), padded_head_dims(f)
+    base_cfg = portable.kernel_constants(f, portable_tune.choose_tile_config(f, pair_of(f)[0]), True)
     heads, cta_heads, requests = f.k_cache.shape[2], choose_heads_per_cta(f, tuned.heads_per_cta), f.seq_lens.shape[0]
     keys, block_m, groups = num_keys_per_copy(f, tuned), choose_block_m(f), heads // cta_heads
-    parts = f.head_dim_parts, tuned.key_parts
-    kv_specs, scales = make_kv_and_scale_map_specs(f, cta_heads, keys, tuned.shared_tiles, *parts)
+    kv_specs, scales = make_kv_and_scale_map_specs(
+        f, cta_heads, keys, tuned.shared_tiles, f.head_dim_parts, tuned.key_parts
+    )
     if tuned.producer_warp:
         kv_specs = [pack_heads_into_swizzle_128b_rows(spec) for spec in kv_specs]
-    rotations = rotation_config(f.k_signs, f.k_channel_scale), rotation_config(f.v_signs, f.v_channel_scale)
-    k, v = (
-        make_kv_layout(*x, cta_heads, tuned.num_stages, *parts)
-        for x in zip((fmt, v_fmt), kv_specs, scales, rotations, strict=True)
-    )
-    if not tuned.shared_tiles:
-        k = with_scales_by_word(k, kv_specs[0], fmt, f.k_scale_cache, cta_heads, d)
-        v = with_scales_by_word(v, kv_specs[1], v_fmt, f.v_scale_cache, cta_heads, dv)
+    k, v = _make_kv_layouts(f, tuned, cta_heads, kv_specs, scales)
     ranges = _max_cta_ranges(f, tuned, cta_heads)
     valid_rows = block_m if f.cu_seqlens_q is not None else min(block_m, num_query_rows(f))
     # A power of two, so that a bound on ragged rows that changes with the batch does not recompile every time.
@@ -320,6 +314,23 @@ def _prepend_list_pages_launch(
         return launches
     workspace = Workspace(workspace_floats, listed_pages_slices(f))
     return LaunchSequence(list_pages_launch(f), *launches.kernel_launches, workspace=workspace)
+
+
+def _make_kv_layouts(
+    f: SimpleNamespace, tuned: TileConfig, heads_per_cta: int, codes: list[TensorMapSpec],
+    scales: list[TensorMapSpec | None],
+) -> list[KVLayout]:  # fmt: skip
+    """Returns the layouts of K and V."""
+    rotations = rotation_config(f.k_signs, f.k_channel_scale), rotation_config(f.v_signs, f.v_channel_scale)
+    sides = zip(pair_of(f), codes, scales, rotations, strict=True)
+    layouts = [
+        make_kv_layout(*side, heads_per_cta, tuned.num_stages, f.head_dim_parts, tuned.key_parts) for side in sides
+    ]
+    caches = f.k_scale_cache, f.v_scale_cache
+    return [
+        with_scales_by_word(*side, heads_per_cta, d)
+        for *side, d in zip(layouts, codes, pair_of(f), caches, padded_head_dims(f), strict=True)
+    ]
 
 
 def _max_cta_ranges(f: SimpleNamespace, tuned: TileConfig, heads_per_cta: int) -> int:

@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from ...versions import thread_barrier
@@ -68,7 +67,7 @@ from ..parts.online_softmax import (
     SoftmaxState,
     apply_softcap_to_log2_scores,
 )
-from ..parts.pipeline import allocate_full_barriers, pdl_launch_dependents, pdl_wait, wait_copies
+from ..parts.pipeline import allocate_full_barriers, pdl_launch_dependents, pdl_wait
 from ..parts.tile_scheduler import (
     advance_to_request_of_block,
     assign_equal_cta_range,
@@ -97,7 +96,6 @@ from .producer import (
     advance_prefetch_position,
     allocate_smem_kv,
     allocate_smem_prefetched_q_ring,
-    has_cp_async_copies,
     init_prefetch_position,
     load_query_operands_and_q_scales,
     num_scale_copies,
@@ -105,7 +103,9 @@ from .producer import (
     smem_codes_of_mma_tile,
     smem_scales_of_mma_tile,
     start_kv_block_copies_at_position,
+    wait_kv_block_copies,
     wait_prefetched_query_operands_and_q_scales,
+    wait_remaining_cp_async_copies,
 )
 from .shared_tiles import store_partial_acc_max_and_sum_of_head, store_unsplit_output_and_lse_of_head
 
@@ -751,9 +751,7 @@ def decode_small_m_or_shared_tiles_kernel(
                     request.first_n_block + work_tile.n_block_begin, request.first_n_block + work_tile.n_block_end
                 ):
                     # Wait for the stage; once all warps have left the previous one, refill it.
-                    wait_copies(full_barriers, iter, NUM_BARRIER_GROUPS, tile_cfg.STAGES)
-                    if has_cp_async_copies(tile_cfg):
-                        async_copy.wait_group(tile_cfg.STAGES - 2)
+                    wait_kv_block_copies(full_barriers, iter, NUM_BARRIER_GROUPS, tile_cfg)
                     thread_barrier()
                     if tile_cfg.NUM_QUERY_STAGES > 0:
                         num_prefetched_q = prefetch_query_at_tile_begin_and_count(
@@ -815,5 +813,6 @@ def decode_small_m_or_shared_tiles_kernel(
                     arrive_and_combine_in_levels_if_last(tensors, scales, strides, splits, maybe_uninit_counter,
                                                          first_head, work_tile, cfg, tile_cfg)  # fmt: skip
             block += work_tile.n_block_end - work_tile.n_block_begin
+        wait_remaining_cp_async_copies(tile_cfg)
     if tile_cfg.FUSED_COMBINE_ROWS == 0:
         pdl_launch_dependents()

@@ -33,6 +33,7 @@ from ..parts.tile_scheduler import (
     load_request_lengths_and_block_counts,
     make_work_tile_at_block,
 )
+from .code_chunks import start_code_chunk_copies
 from .combine import TileSplits, arrive_and_combine_in_levels_if_last, load_first_level_counter_for_init_check
 from .kernel import (
     AttentionTensors,
@@ -48,7 +49,6 @@ from .kernel import (
     sum_over_lanes_of_equal_row_max,
     work_tile_metadata_ptr,
 )
-from .code_chunks import start_code_chunk_copies
 from .layouts import kv_heads_of_cta, mma_layout, store_query_fragment
 from .producer import (
     PageLookup,

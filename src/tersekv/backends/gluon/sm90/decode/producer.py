@@ -21,6 +21,7 @@ from ..parts.dequant import (
     mma_dtype,
 )
 from ..parts.hadamard import scale_and_rotate_query
+from ..parts.pipeline import wait_copies
 from ..parts.tile_scheduler import load_request_lengths_and_block_counts
 from .code_chunks import start_code_chunk_copies
 from .layouts import (
@@ -381,6 +382,23 @@ def start_kv_block_copies_at_position(
             )  # fmt: skip
     if has_cp_async_copies(tile_cfg):
         async_copy.commit_group()
+
+
+@gluon.jit
+def wait_kv_block_copies(full_barriers, iter, NUM_BARRIER_GROUPS: gl.constexpr, tile_cfg: gl.constexpr):
+    """Waits until the copies of this iteration's n_block are in shared memory: tensor copies, and this thread's by
+    cp.async. A barrier of all threads follows."""
+    wait_copies(full_barriers, iter, NUM_BARRIER_GROUPS, tile_cfg.STAGES)
+    if has_cp_async_copies(tile_cfg):
+        gl.static_assert(tile_cfg.NUM_QUERY_STAGES == 0, "prefetched queries commit groups of their own")
+        async_copy.wait_group(tile_cfg.STAGES - 2)
+
+
+@gluon.jit
+def wait_remaining_cp_async_copies(tile_cfg: gl.constexpr):
+    """Waits for the copies behind the last n_block, which are disabled and store zeros."""
+    if has_cp_async_copies(tile_cfg):
+        async_copy.wait_group(0)
 
 
 # ---- query ----
