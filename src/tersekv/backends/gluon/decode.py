@@ -281,8 +281,8 @@ def configure(f: SimpleNamespace) -> Config:
     combine_tile = choose_combine_rows_splits_columns(num_splits, num_rows, partial_columns)
     tiles = m_blocks, valid_rows, *combine_tile, *fused_tile, unsplit, tuned.key_parts, has_list_per_head(f)
     shape = _make_tile_config(f, tuned, k, v, kv_specs[0], (cta_heads, f.head_dim_parts), tiles)
-    tensor_map_specs = dict(zip(("K", "V", "K_SCALES", "V_SCALES"), (*kv_specs, *scales), strict=True))
-    tensor_map_specs = {n: spec for n, spec in tensor_map_specs.items() if spec is not None and not spec.chunks}
+    specs = zip(("K", "V", "K_SCALES", "V_SCALES"), (*kv_specs, *scales), strict=True)
+    tensor_map_specs = {n: spec for n, spec in specs if spec is not None and not spec.chunks}
     grid = requests * m_blocks * groups, -(-num_rows // combine_tile[0]) * (partial_columns // combine_tile[2])
     kernel, options = _select_kernel_and_options(tuned, cta_heads * tuned.key_parts)
     shared_args = output_and_workspace_args(f) | tensor_args(SINKS="sinks", V_SCALE="v_scale_t")
@@ -328,8 +328,10 @@ def _make_kv_layouts(
     ]
     caches = f.k_scale_cache, f.v_scale_cache
     return [
-        with_scales_by_word(*side, heads_per_cta, d)
-        for *side, d in zip(layouts, codes, pair_of(f), caches, padded_head_dims(f), strict=True)
+        with_scales_by_word(layout, spec, fmt, scale_cache, heads_per_cta, d)
+        for layout, spec, fmt, scale_cache, d in zip(
+            layouts, codes, pair_of(f), caches, padded_head_dims(f), strict=True
+        )
     ]
 
 
