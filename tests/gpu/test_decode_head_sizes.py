@@ -1,5 +1,5 @@
 """Hopper's decode with head sizes that are no powers of two: its rows in shared memory are, filled up with zeros or
-with what lies beside them (`boxes._windows`)."""
+with what lies beside them (`tensor_maps._padded_heads_and_word_shift_per_head`)."""
 
 from __future__ import annotations
 
@@ -51,11 +51,17 @@ def test_four_bit_integers(dim, dim_v, page, heads):
 )
 def test_block_scales(dim, dim_v, heads, page, layout):
     """Copied by word: rows that begin in words and between them, of heads side by side and apart."""
-    odd = any(d % 32 == 16 for d in (dim, dim_v or dim))
-    if odd and (layout == "HND" or heads == 1):
-        pytest.skip("rows of codes at odd multiples of 8 bytes go to Triton")
     for options in ({}, {"drafts": 4}, {"group": 16}, {"lens": (9000, 1, 17)}):
         passes("nvfp4", dim, dim_v, heads=heads, page=page, layout=layout, **options)
+
+
+@pytest.mark.parametrize(("heads", "page", "layout"), [(4, 64, "HND"), (2, 16, "HND"), (1, 128, "NHD"), (6, 32, "HND")])
+@pytest.mark.parametrize(("dim", "dim_v"), [(80, 0), (112, 0), (144, 0), (240, 0), (112, 96), (64, 80)])
+@pytest.mark.parametrize("fmt", ["int4_per_token_head", "nvfp4"])
+def test_codes_in_chunks(fmt, dim, dim_v, heads, page, layout):
+    """Rows at odd multiples of 8 bytes."""
+    for options in ({}, {"drafts": 4}, {"lens": (9000, 1, 17)}):
+        passes(fmt, dim, dim_v, heads=heads, page=page, layout=layout, **options)
 
 
 @pytest.mark.parametrize(

@@ -328,10 +328,8 @@ def _make_kv_layouts(
     ]
     caches = f.k_scale_cache, f.v_scale_cache
     return [
-        with_scales_by_word(layout, spec, fmt, scale_cache, heads_per_cta, d)
-        for layout, spec, fmt, scale_cache, d in zip(
-            layouts, codes, pair_of(f), caches, padded_head_dims(f), strict=True
-        )
+        with_scales_by_word(layout, spec, fmt, cache, heads_per_cta, d)
+        for layout, spec, fmt, cache, d in zip(layouts, codes, pair_of(f), caches, padded_head_dims(f), strict=True)
     ]
 
 
