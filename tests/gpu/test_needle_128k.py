@@ -30,10 +30,9 @@ def test_prefill_finds_it_with_probabilities_in_8_bits():
     assert max(errors_of_many_rows("fp8_e4m3", TOKENS, "cuda", torch.float8_e4m3fn, precision="fast")) <= FAST
 
 
-@pytest.mark.parametrize("fmt", ["int8_per_token_head", "fp8_per_token_head"])
-def test_prefill_finds_it_with_a_query_in_8_bits(fmt):
+def test_prefill_finds_it_with_a_query_in_8_bits():
     torch.manual_seed(5)
-    assert max(errors_of_many_rows(fmt, TOKENS, "cuda", precision="fast")) <= FAST
+    assert max(errors_of_many_rows("int8_per_token_head", TOKENS, "cuda", precision="fast")) <= FAST
 
 
 @pytest.mark.parametrize("fmt", LATENT_FORMATS)

@@ -36,7 +36,7 @@ _FAST = {
     "many requests": {"lens": (40,) * 70, "q_lens": (33,) * 70, "page": 16},
     "large": {"heads": 4, "lens": (4096, 2500), "q_lens": (1024, 700), "page": 16},
 }
-# Of a query in 16 bits, which becomes int8 or the sum of two e4m3.
+# Of a query in 16 bits, which becomes int8.
 _QUANTIZED = {
     "plain": {},
     "pages of 16, heads apart": {"page": 16, "layout": "HND", "sinks": True},
@@ -145,14 +145,14 @@ _SEEN_ONCE = (
 )
 _DIRECT = tuple(name for name in VARIANTS if name.startswith(("e4m3 query", "fast")))  # such queries meet codes of keys
 _TURNED = tuple(name for name in VARIANTS if name.startswith("turned"))
-_TERMS = tuple(name for name in VARIANTS if name.startswith("quantized"))
+_INT8 = tuple(name for name in VARIANTS if name.startswith("quantized"))
 FORMATS = {
     "bf16": (*_SEEN_ONCE, "turned values", "turned values, new rows"),
     "fp8_e4m3": (*_SEEN_ONCE, *_DIRECT, *_TURNED),
     "fp16": (*_FEW, "turned", "turned, D 96", "turned, new rows"),
     "fp8_e5m2": ("plain", "D 64"),
-    "int8_per_token_head": (*_OF_TOKENS, *_TURNED, *_TERMS),
-    "fp8_per_token_head": ("plain", "wide window", "spread", "new rows", *_DIRECT, *_TERMS),
+    "int8_per_token_head": (*_OF_TOKENS, *_TURNED, *_INT8),
+    "fp8_per_token_head": ("plain", "wide window", "spread", "new rows", *_DIRECT),
     "int4_per_token_head": (*_OF_TOKENS, *_TURNED),
     "nvfp4": (*_OF_BLOCKS, "turned", "turned, D 96", "turned, new rows"),
 }

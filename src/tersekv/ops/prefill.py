@@ -74,8 +74,7 @@ def prefill(
                         e4m3 queries over an fp8_e4m3 cache: probabilities, with heads up to 128 (2.5e-2); with wider
                         heads QK runs in 8 bits, over fp8_per_token_head too. bf16 and fp16 queries, heads up to 256:
                         over int8_per_token_head, rows become int8 codes times a scale (6.5e-3 of outputs where
-                        scores are N(0, 1), and `lse` moves by as much of its scores); over fp8_per_token_head, sums
-                        of two e4m3 (bf16: exactly so; fp16: 6e-4), multiplied in 8 bits. All else is computed exactly
+                        scores are N(0, 1), and `lse` moves by as much of its scores). All else is computed exactly
         batch_invariant:  a request's bits do not depend on the other requests: its keys are split by its own length
                         alone. On one device and backend, for equal sizes, strides and options; docs/serving.md has
                         the cost. "prefill": nor on the rows beside it: a token has the same bits through `decode` and

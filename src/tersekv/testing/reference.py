@@ -63,22 +63,21 @@ def run(op: str, call: Any, done: Any = None) -> Expected:
 
 
 def _decode(call: AttentionCall) -> Expected:
-    return _kv_attention(call, eight_bit_products=_has_8_bit_query(call, "e4m3"))
+    return _kv_attention(call, eight_bit_products=False)
 
 
 def _prefill(call: AttentionCall) -> Expected:
-    e4m3_query = call.q.dtype == call.k_cache.dtype == torch.float8_e4m3fn
-    return _kv_attention(call, eight_bit_products=e4m3_query or _has_8_bit_query(call, "e4m3"))
+    return _kv_attention(call, eight_bit_products=call.q.dtype == call.k_cache.dtype == torch.float8_e4m3fn)
 
 
-def _has_8_bit_query(call: AttentionCall, code: str) -> bool:
-    """Whether precision="fast" permits to quantise a 16-bit query: keys of this code have a scale each."""
+def _has_int8_query(call: AttentionCall) -> bool:
+    """Whether precision="fast" permits to quantise a 16-bit query: keys are int8 with a scale each."""
     k = pair_of(call)[0]
     return (
         call.precision == "fast"
         and call.q.dtype.itemsize == 2
         and call.k is None
-        and ((k.code, k.scale) == (code, TOKEN_HEAD))
+        and (k.code, k.scale) == ("int8", TOKEN_HEAD)
     )
 
 
@@ -111,7 +110,7 @@ def _kv_attention(call: AttentionCall, eight_bit_products: bool) -> Expected:
         if eight_bit_products:
             products = torch.einsum("rhgd,nhd->rhgn", q.square(), k.square()).flatten(1, 2)
             rounding[start:stop] = _moved(p, products, scale)
-        int8_query = _has_8_bit_query(call, "int8")
+        int8_query = _has_int8_query(call)
         if turn != (None, None) or int8_query:
             q, k = (q, k) if turn == (None, None) else reference_rotation.together(q, k, *turn)
             mean_key = torch.einsum("rhgn,nhd->rhgd", p.unflatten(1, (heads, group)), k)

@@ -232,8 +232,7 @@ def _may_be_fast(case: Case) -> bool:
     """Whether precision="fast" permits more."""
     if case.op == "mla_decode":
         return case.format != "bf16" and not case.host
-    has_token_scales = case.format in ("fp8_per_token_head", "int8_per_token_head")
-    return case.op == "prefill" and (case.query != "bf16" or has_token_scales) and not case.host
+    return case.op == "prefill" and (case.query != "bf16" or case.format == "int8_per_token_head") and not case.host
 
 
 def _append(s: Sizes) -> Iterator[Case]:

@@ -788,13 +788,11 @@ def decode_small_m_or_shared_tiles_kernel(
                 store_split_metadata(p_metadata, num_splits, i_range)
             partial_slot = 2 * (i_range * cfg.HEADS + first_head) + gl.where(work_tile.n_block_begin == 0, 1, 0)
             if tile_cfg.LARGE_M:
-                ROW: gl.constexpr = state.row_max.type.layout
+                o_r = gl.arange(0, cfg.BLOCK_M, state.row_max.type.layout)
                 if is_unsplit:
-                    o_r = row_begin + gl.arange(0, cfg.BLOCK_M, ROW)
                     store_unsplit_output_and_lse_of_head(
-                        tensors, strides, state, v_out_scale, first_head, work_tile, o_r, cfg)  # fmt: skip
+                        tensors, strides, state, v_out_scale, first_head, work_tile, row_begin + o_r, cfg)  # fmt: skip
                 else:
-                    o_r = gl.arange(0, cfg.BLOCK_M, ROW)
                     store_partial_acc_max_and_sum_of_head(
                         SPLIT_WORKSPACE, partial_slot, state, o_r, work_tile.seqlen_q * cfg.GROUP - row_begin, cfg
                     )

@@ -39,7 +39,7 @@ class PrefillConfig(KernelConfig):
     V: StoredFormat
     CONVERTS_KV: bool  # codes are dequantized; else keys and values are multiplied as stored
     QK_8BIT: bool  # keys are multiplied as stored, e4m3 or int8, by an 8-bit query: only V is converted
-    Q_TERMS: int  # then of a 16-bit query: 8-bit numbers whose sum each becomes, times a scale of its row; else 0
+    INT8_Q: bool  # then: a 16-bit query is quantized, to int8 times a scale of its row
     SCALES_FILL_K: bool  # then: a K stage is full once its tile's stored scales are in shared memory, too
     FP8_PV: bool  # P in e4m3 is multiplied by e4m3 V, which is transposed
     BF16: bool  # multiply in bf16; else fp16
@@ -97,7 +97,7 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
     heads_per_tile = min(group & -group, ROWS_PER_WARPGROUP)
     d, dv = _power_of_2_head_dims(f)
     max_head_dim = max(d, dv)
-    qk_8bit, q_terms = _has_8bit_qk_and_q_terms(f, max_head_dim)
+    qk_8bit, int8_q = _has_8bit_qk_and_int8_q(f, max_head_dim)
     block_n = 128 if max_head_dim <= 128 else 64
     has_codes = k.storage.itemsize == 1
     tiles = _column_and_stage_config_fields(f, d, dv, has_codes)
@@ -108,7 +108,7 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
         V=v_side,
         CONVERTS_KV=has_codes,
         QK_8BIT=qk_8bit,
-        Q_TERMS=q_terms,
+        INT8_Q=int8_q,
         SCALES_FILL_K=qk_8bit and (k_side.TOKEN_SCALES or v_side.TOKEN_SCALES),
         FP8_PV=_has_fp8_pv(f, max_head_dim),
         BF16=k.storage == torch.bfloat16,
@@ -196,9 +196,9 @@ def _residual_scale(side: StoredFormat) -> float:
 def _has_fp8_pv(f: SimpleNamespace, max_head_dim: int) -> bool:
     """Returns whether PV runs in e4m3. With 256 columns both halves of acc_o and of PV spill: 414 TFLOP/s against 725
     of PV in fp16 (8192 tokens, 24/4 heads, H100, 2026-11-26)."""
-    qk_8bit, q_terms = _has_8bit_qk_and_q_terms(f, max_head_dim)
+    qk_8bit, int8_q = _has_8bit_qk_and_int8_q(f, max_head_dim)
     are_e4m3_of_tensors = all((side.code, side.scale) == ("e4m3", TENSOR) for side in pair_of(f))
-    return qk_8bit and q_terms == 0 and are_e4m3_of_tensors and f.precision == "fast" and max_head_dim <= 128
+    return qk_8bit and not int8_q and are_e4m3_of_tensors and f.precision == "fast" and max_head_dim <= 128
 
 
 def _is_ping_pong(f: SimpleNamespace, k: StoredFormat, v: StoredFormat, max_head_dim: int) -> bool:
@@ -217,7 +217,7 @@ def _num_code_stages(f: SimpleNamespace, has_codes: bool, max_head_dim: int) -> 
     """Returns the stages of packed codes: two where they fit, and where QK reads them as they are."""
     if not has_codes:
         return 0
-    qk_8bit, _ = _has_8bit_qk_and_q_terms(f, max_head_dim)
+    qk_8bit, _ = _has_8bit_qk_and_int8_q(f, max_head_dim)
     if max_head_dim > 256:
         return 4 if qk_8bit else 2
     return 2 if max_head_dim <= 128 or qk_8bit else 1
@@ -240,33 +240,31 @@ def _first_and_second_consumer_registers(
         return 240, 240
     if max_head_dim > 256:  # the second one computes no scores
         return 232, 160
-    qk_8bit, _ = _has_8bit_qk_and_q_terms(f, max_head_dim)
+    qk_8bit, _ = _has_8bit_qk_and_int8_q(f, max_head_dim)
     registers = 216 if (qk_8bit and k.TOKEN_SCALES) or _has_fp8_pv(f, max_head_dim) else 208
     if max_head_dim > 128:
         registers = 208 if 4 in (k.PACK, v.PACK) else 216
     return registers, registers
 
 
-def _has_8bit_qk_and_q_terms(f: SimpleNamespace, max_head_dim: int) -> tuple[bool, int]:
-    """Returns whether QK runs in 8 bits, and Q_TERMS: not with new K and V, which are 16 bits.
+def _has_8bit_qk_and_int8_q(f: SimpleNamespace, max_head_dim: int) -> tuple[bool, bool]:
+    """Returns whether QK runs in 8 bits, and INT8_Q: not with new K and V, which are 16 bits.
 
     An e4m3 query, unless it is rotated: 8-bit WGMMA keeps about 14 bits of its e4m3 sums. Of up to 128 columns, four
     steps, a score of 12 is off by 0.02 (H100, 2026-11-27); longer sums only with precision="fast".
 
-    precision="fast", keys with a scale each: a 16-bit query is quantized per row. Over int8 to int8, which moves
-    outputs by 6.5e-3 where scores are N(0, 1). One e4m3 number would move them by 2.7e-2, 4.7e-2 at twice the scores,
-    so over e4m3 it is the sum of two, which a bf16 query is exactly (fp16: 6e-4): as many MMA steps as in 16 bits.
+    precision="fast", int8 keys with a scale each: a 16-bit query is quantized per row, which moves outputs by 6.5e-3
+    where scores are N(0, 1). Over e4m3 keys one e4m3 number would move them by 2.7e-2, 4.7e-2 at twice the scores, and
+    the sum of two gains 3% (444 → 456 TFLOP/s, H200, 2026-11-28): a 16-bit query meets converted keys.
     """
     k, is_fast = kv_format(f.format), f.precision == "fast"
     if f.k is not None:
-        return False, 0
+        return False, False
     if (k.code, f.q.dtype) == ("e4m3", torch.float8_e4m3fn):
         is_as_stored = not rotation_config(f.k_signs, f.k_channel_scale).ENABLED
-        return is_as_stored and (max_head_dim <= 128 or is_fast), 0
-    if is_fast and k.scale == TOKEN_HEAD and f.q.dtype.itemsize == 2 and max_head_dim <= 256:
-        terms = {"int8": 1, "e4m3": 2}.get(k.code, 0)
-        return terms > 0, terms
-    return False, 0
+        return is_as_stored and (max_head_dim <= 128 or is_fast), False
+    int8_q = is_fast and (k.code, k.scale) == ("int8", TOKEN_HEAD) and f.q.dtype.itemsize == 2 and max_head_dim <= 256
+    return int8_q, int8_q
 
 
 def config_of_new_kv(cfg: PrefillConfig) -> PrefillConfig:

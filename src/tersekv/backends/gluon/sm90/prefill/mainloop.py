@@ -156,12 +156,7 @@ def wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg: gl.constexpr, must_wai
     else:
         stage, phase = stage_and_phase(iter, cfg.STAGES)
         mbarrier.wait(k_stages.full_barriers.index(stage), phase, pred=must_wait)
-        k = k_stages.tiles.index(stage).permute((1, 0))
-        if cfg.Q_TERMS == 2:  # the smaller term first: what its sum loses of 14 bits is small
-            s = warpgroup_mma(q[1], k, zero, use_acc=False, is_async=True)
-            return warpgroup_mma(q[0], k, s, is_async=True)
-        else:
-            return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+        return warpgroup_mma(q, k_stages.tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit

@@ -1,5 +1,5 @@
 """The query of a work tile as an operand of QK: in the keys' dtype, rotated as keys are, with the score scale's sign;
-of 16 bits or of 8 (`store_rows_as_8bit_terms`).
+of 16 bits or of 8 (`store_rows_as_int8`).
 
 Mask, full stage, rescale, combine: none here.
 """
@@ -15,7 +15,6 @@ from ..parts.hadamard import blockwise_hadamard_unnormalized, load_normalized_si
 ROWS_PER_WARPGROUP = gl.constexpr(64)
 ROUND_TO_INT = gl.constexpr(1.5 * 2.0**23)  # added, an integer is in the lowest bits of fp32
 MIN_Q_MAX = gl.constexpr(1e-30)  # of a row that is divided by its largest magnitude
-E4M3_Q_MAX = gl.constexpr(128.0)  # the power of two at or below a row's largest magnitude in e4m3
 
 
 @gluon.constexpr_function
@@ -24,61 +23,24 @@ def score_layout(cfg):
 
 
 @gluon.jit
-def view_query_as_8bit(
-    q_stages, I_CONSUMER: gl.constexpr, DTYPE: gl.constexpr, cfg: gl.constexpr, I_HALF: gl.constexpr = 0
-):
-    """Returns a view of 8-bit query rows: they fill the first half of their 16-bit memory; second terms the other."""
+def view_query_as_8bit(q_stages, I_CONSUMER: gl.constexpr, DTYPE: gl.constexpr, cfg: gl.constexpr):
+    """Returns a view of 8-bit query rows: they fill the first half of their 16-bit memory."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(cfg.D, 128), 8, 2)
-    return reinterpret(q_stages.tiles, DTYPE, [4, ROWS_PER_WARPGROUP, cfg.D], LAYOUT).index(2 * I_CONSUMER + I_HALF)
-
-
-# Four numbers of fp16 as e4m3, and what that leaves of them, as e4m3.
-# NOTE: pairs of codes are read back from whole registers: ptxas carries 16-bit ones through all loops, and spills.
-_TWO_E4M3_PTX = gl.constexpr(
-    """{
-    .reg .b16 low, high;
-    .reg .b32 codes, x, y;
-    cvt.rn.satfinite.e4m3x2.f16x2 low, $2;
-    cvt.rn.satfinite.e4m3x2.f16x2 high, $3;
-    mov.b32 codes, {low, high};
-    mov.b32 {low, high}, codes;
-    cvt.rn.f16x2.e4m3x2 x, low;
-    cvt.rn.f16x2.e4m3x2 y, high;
-    sub.f16x2 x, $2, x;
-    sub.f16x2 y, $3, y;
-    cvt.rn.satfinite.e4m3x2.f16x2 low, x;
-    cvt.rn.satfinite.e4m3x2.f16x2 high, y;
-    mov.b32 $1, {low, high};
-    mov.b32 $0, codes;
-    }"""
-)
+    return reinterpret(q_stages.tiles, DTYPE, [4, ROWS_PER_WARPGROUP, cfg.D], LAYOUT).index(2 * I_CONSUMER)
 
 
 @gluon.jit
-def store_rows_as_8bit_terms(q_stages, x, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
-    """Quantizes rows in place; returns (a view of cfg.Q_TERMS operands, the scales of their scores). A row that is not
-    finite has such a scale, or such a code."""
-    if cfg.K.CODE == "int8":
-        # NaN is the largest of integers, while a maximum of floats would drop it.
-        row_max = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(gl.float32, bitcast=True)
-        row_max = gl.where(row_max < MIN_Q_MAX, MIN_Q_MAX, row_max)
-        codes = (x * (127.0 / row_max)[:, None] + ROUND_TO_INT).to(gl.int32, bitcast=True).to(gl.int8)
-        thread_barrier()  # all threads have read the rows that are now overwritten
-        smem_q = view_query_as_8bit(q_stages, I_CONSUMER, gl.int8, cfg)
-        smem_q.store(codes)
-        return smem_q, row_max * (1.0 / 127.0)
-    else:
-        gl.static_assert(cfg.K.CODE == "e4m3", "a code that this kernel does not know")
-        exponent, inv_scale = biased_exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
-        # NOTE: by way of fp16, in half of the registers: else 400 bytes spill, of heads of 256 parts of codes too.
-        x = (x * inv_scale[:, None] * E4M3_Q_MAX).to(gl.float16)
-        high, low = gl.inline_asm_elementwise(_TWO_E4M3_PTX, "=r,=r,r,r", [x], (gl.int8, gl.int8), True, 4)
-        thread_barrier()  # all threads have read the rows that are now overwritten
-        smem_high = view_query_as_8bit(q_stages, I_CONSUMER, gl.float8e4nv, cfg, 0)
-        smem_low = view_query_as_8bit(q_stages, I_CONSUMER, gl.float8e4nv, cfg, 1)
-        smem_high.store(high.to(gl.float8e4nv, bitcast=True))
-        smem_low.store(low.to(gl.float8e4nv, bitcast=True))
-        return (smem_high, smem_low), exponent_to_float(exponent) * (1.0 / E4M3_Q_MAX)
+def store_rows_as_int8(q_stages, x, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
+    """Quantizes rows in place; returns (a view of them, the scales of their scores). A row that is not finite has such
+    a scale."""
+    # NaN is the largest of integers, while a maximum of floats would drop it.
+    row_max = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(gl.float32, bitcast=True)
+    row_max = gl.where(row_max < MIN_Q_MAX, MIN_Q_MAX, row_max)
+    codes = (x * (127.0 / row_max)[:, None] + ROUND_TO_INT).to(gl.int32, bitcast=True).to(gl.int8)
+    thread_barrier()  # all threads have read the rows that are now overwritten
+    smem_q = view_query_as_8bit(q_stages, I_CONSUMER, gl.int8, cfg)
+    smem_q.store(codes)
+    return smem_q, row_max * (1.0 / 127.0)
 
 
 @gluon.jit
@@ -95,8 +57,7 @@ def prepare_loaded_whole_query_and_q_scales(
     q_stages, I_CONSUMER: gl.constexpr, score_scale_sign, rotation, kv_head, LOADED_Q_DTYPE: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Returns (query rows as an operand in shared memory, 16-bit or in the keys' dtype, q_scales of their scores). Of
-    two terms, both operands.
+    """Returns (query rows as an operand in shared memory, 16-bit or in the keys' dtype, q_scales of their scores).
 
     bf16 rows fit fp16 only after a power of two is divided out of each row; q_scales multiply it back. The query takes
     the score scale's sign, so that the row maximum of the scaled scores is that of the products.
@@ -104,9 +65,9 @@ def prepare_loaded_whole_query_and_q_scales(
     x16 = q_stages.tiles.index(I_CONSUMER)
     LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     q_scales = gl.full([ROWS_PER_WARPGROUP], 1.0, gl.float32, gl.SliceLayout(1, score_layout(cfg)))
-    if x16.dtype == LOADED_Q_DTYPE and not cfg.K_ROTATION.ENABLED and cfg.Q_TERMS == 0:
+    if x16.dtype == LOADED_Q_DTYPE and not cfg.K_ROTATION.ENABLED and not cfg.INT8_Q:
         multiply_smem_q_by_sign_and_fence(x16, score_scale_sign, LOAD_LAYOUT)
-    elif cfg.QK_8BIT and cfg.Q_TERMS == 0:
+    elif cfg.QK_8BIT and not cfg.INT8_Q:
         x16 = view_query_as_8bit(q_stages, I_CONSUMER, LOADED_Q_DTYPE, cfg)
         multiply_smem_q_by_sign_and_fence(x16, score_scale_sign, LOAD_LAYOUT)
     else:
@@ -127,14 +88,14 @@ def prepare_loaded_whole_query_and_q_scales(
             x = x * column_scales[None, :]
             if ROTATION.ROTATED:
                 x = blockwise_hadamard_unnormalized(x, 1, cfg.HEAD_DIM & -cfg.HEAD_DIM)
-        if cfg.Q_TERMS > 0:
-            x16, term_scales = store_rows_as_8bit_terms(q_stages, x, I_CONSUMER, cfg)
-            q_scales = gl.convert_layout(term_scales, q_scales.type.layout)
+        if cfg.INT8_Q:
+            x16, row_scales = store_rows_as_int8(q_stages, x, I_CONSUMER, cfg)
+            q_scales = gl.convert_layout(row_scales, q_scales.type.layout)
         elif gl.bfloat16 == LOADED_Q_DTYPE or cfg.K_ROTATION.ENABLED:
             exponent, inv_scale = biased_exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
             x = x * inv_scale[:, None]
             q_scales = gl.convert_layout(exponent_to_float(exponent), q_scales.type.layout)
-        if cfg.Q_TERMS == 0:
+        if not cfg.INT8_Q:
             thread_barrier()  # all threads have read the rows that are now overwritten
             x16.store(x.to(x16.dtype))
         fence_async_shared()
