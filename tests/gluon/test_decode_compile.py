@@ -470,6 +470,6 @@ def test_rows_that_are_no_power_of_two_lie_in_rows_that_are(fmt, dims, options):
     # int4 with 16 rows; 16 bytes where rows are not padded. Where scales are copied by word, two numbers that are read
     # again before the producer's loop.
     by_word = config.shape.K.SCALE_BLOCKS + config.shape.V.SCALE_BLOCKS > 0
-    assert split["n_spills"] <= since({(3, 6): 8 * by_word, (3, 9): 8})
+    assert split["n_spills"] <= since({(3, 6): 8 * by_word, (3, 9): 24 if by_word else 8})
     assert all(x["n_spills"] == 0 for x in merge)
     assert "UTMALDG" in split["sass"]()

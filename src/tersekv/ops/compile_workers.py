@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -171,6 +172,7 @@ def work(room: str, processes: int) -> None:
     processes:  workers at a time
     """
     torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the caller ignores it, no child could be waited for
     calls, chip = pickle.loads((Path(room) / "job").read_bytes())
     compile_only: Any = importlib.import_module("tersekv.backends.host.compile_only")
     plan.absent_arch = chip.arch
