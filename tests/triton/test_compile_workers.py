@@ -147,11 +147,14 @@ def test_what_one_backend_has_compiled_is_not_anothers(tmp_path, monkeypatch):
 
 def test_what_a_compiler_prints_is_no_result(tmp_path, monkeypatch):
     text = '{\n  "a program"\n{-# of MLIR\n#-}\n{"failed": "append: RuntimeError: PassManager::run failed"}\n'
+    text += '{"kernel": "app\n'
     done = SimpleNamespace(returncode=0, stdout=text)
     monkeypatch.setattr(compile_workers.subprocess, "run", lambda *_, **__: done)
     found = compile_ahead(calls("meta"), CHIP, processes=1, cache_dir=tmp_path)
     assert found is not None
-    assert found.failed == ["append: RuntimeError: PassManager::run failed"]
+    assert found.failed == [
+        "append: RuntimeError: PassManager::run failed", 'a line that is not whole: {"kernel": "app'
+    ]  # fmt: skip
     assert not found.kernels
 
 

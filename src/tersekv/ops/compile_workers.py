@@ -107,7 +107,7 @@ def compile_ahead(
     folder = (compile_only.cache_dir() if cache_dir is None else cache_dir).absolute()
     if compile_only.launch.interpreting():
         return None
-    processes = min(processes or _num_cores(), _MAX_WORKERS, max(len(calls), 1))
+    processes = min(processes or _num_cores(), _MAX_WORKERS)
     job = outline((calls, chip))
     triton: Any = importlib.import_module("triton")
     versions = f"{triton.__version__} {torch.__version__} {sys.version} {compile_only.kernel_sources_hash()}"
@@ -158,11 +158,19 @@ def _run_planner(room: Path, processes: int, folder: Path) -> list[dict]:
     except OSError as e:
         return [{"failed": f"no process could be started: {e}"}]
     # A compiler that gives up prints its program, which may begin with a brace, too.
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(_RESULTS)]
+    lines = [_result(line) for line in done.stdout.splitlines() if line.startswith(_RESULTS)]
     if done.returncode:
         last = said.splitlines()[-1] if said else "nothing was said"
         lines.append({"failed": f"a process ended with exit code {done.returncode}: {last}"})
     return lines
+
+
+def _result(line: str) -> dict:
+    """Returns a worker's line; they share a pipe, where what a compiler prints may break one."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return {"failed": f"a line that is not whole: {line[:200]}"}
 
 
 def work(room: str, processes: int) -> None:
