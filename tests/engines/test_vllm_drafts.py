@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from tersekv.integrations.vllm_attention import MASKED_ROWS, TersekvBackend, TersekvImpl, TersekvMetadataBuilder
+from tersekv.integrations.vllm_warm_up import JOBS
 
 HEADS, KV_HEADS, DIM, PAGE, SCALE = 4, 2, 32, 16, 0.2
 MODES = {
@@ -43,7 +44,7 @@ def pages(mode):
     return create_kv_cache_views(torch.zeros(size, dtype=torch.int8), spec, 20, KVCacheLayout.LBHNC, place)[0]
 
 
-def metadata(builder, counts, before, causal, padding=0):
+def metadata(builder, counts, before, causal, padding=0, captured=False):
     """A batch of requests with these new rows, and requests without any behind them."""
     starts = torch.tensor([0, *counts, *[0] * padding]).cumsum(0).to(torch.int32)
     lens = torch.tensor([n + c for n, c in zip(before, counts, strict=True)] + [0] * padding, dtype=torch.int32)
@@ -56,7 +57,7 @@ def metadata(builder, counts, before, causal, padding=0):
         starts, starts.clone(), lens, len(lens), sum(counts), max(counts), int(lens.max()), table, torch.tensor(slots),
         causal,
     )  # fmt: skip
-    return builder.build(0, common)
+    return builder.build_for_cudagraph_capture(common) if captured else builder.build(0, common)
 
 
 @pytest.mark.parametrize("counts", [(4, 4, 4), (17, 17, 17), (5, 1, 33)], ids=str)
@@ -95,6 +96,14 @@ def test_a_graph_finds_its_mask_where_it_was():
     builder = TersekvMetadataBuilder(None, ["layer"], limits, torch.device("cpu"))
     masks = [metadata(builder, counts, LENGTHS, False).rows["mask"] for counts in ((4, 4, 4), (4, 2, 4), (4, 4, 4))]
     assert {m.data_ptr() for m in masks} == {masks[0].data_ptr()}
+
+
+@pytest.mark.parametrize(("runner_2", "few"), [(True, 1), (False, len(JOBS))])
+def test_the_capture_of_graphs_waits_for_their_kernels_where_another_batch_follows(runner_2, few):
+    config = SimpleNamespace(use_v2_model_runner=runner_2)
+    builder = TersekvMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
+    assert metadata(builder, (1, 1, 1), LENGTHS, True, captured=True).jobs == JOBS[:few]
+    assert metadata(builder, (1, 1, 1), LENGTHS, True).jobs == JOBS
 
 
 def test_what_is_refused():

@@ -10,7 +10,7 @@ import torch
 
 import tersekv
 from tersekv.integrations.vllm_pages import FORMATS, pages_of
-from tersekv.integrations.vllm_warm_up import DECODE_ROWS, Limits, calls, warm_up
+from tersekv.integrations.vllm_warm_up import DECODE_ROWS, JOBS, Limits, warm_up
 from tersekv.ops.append import append
 from tersekv.ops.decode import decode
 from tersekv.ops.prefill import prefill
@@ -42,8 +42,9 @@ def test_no_kernel_is_compiled_after_the_warm_up(compiled, name):
     first = SimpleNamespace(
         limits=LIMITS, block_table=table, seq_lens=lens, slot_mapping=torch.zeros(1, dtype=torch.int64)
     )
-    for call in calls(q, pages, first, True, OPTIONS):
-        call()
+    for job in JOBS:
+        for call in job(True, q, pages, first, OPTIONS):
+            call()
     assert 0 < len(compiled) <= 60  # an engine waits for each
     warm, draw = set(compiled), random.Random(0)
     for _ in range(25):
@@ -72,8 +73,9 @@ def test_nor_after_sglangs(compiled, format):
     q, _, _, table, lens, *_ = batch([1])
     limits = LIMITS._replace(decode_rows=1)
     first = SimpleNamespace(limits=limits, block_table=table, seq_lens=lens, slot_mapping=torch.zeros(1).long())
-    for call in calls(q, cache, first, True, OPTIONS):
-        call()
+    for job in JOBS:
+        for call in job(True, q, cache, first, OPTIONS):
+            call()
     assert compiled
     warm, draw = set(compiled), random.Random(1)
     for _ in range(40):

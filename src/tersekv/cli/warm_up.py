@@ -14,7 +14,7 @@ import torch
 from ..integrations.vllm_latents import FORMATS as LATENT_FORMATS
 from ..integrations.vllm_latents import latents_of
 from ..integrations.vllm_pages import FORMATS, known, pages_of
-from ..integrations.vllm_warm_up import ANY_SCALE, Limits, calls, latent_calls, sorted_windows
+from ..integrations.vllm_warm_up import ANY_SCALE, JOBS, Limits, latent_calls, sorted_windows
 from ..ops.compile_workers import Chip, compile_ahead, on_meta
 from .arguments import between, complain, positive, words
 
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def calls_of(config: Any, cache_dtype: str, args: argparse.Namespace) -> list[list[partial]]:
-    """The calls of vLLM's batches in each kind of layer of a model, on meta tensors."""
+    """Returns jobs: the calls of vLLM's batches in the layers of a model, on meta tensors."""
     model = config.get("text_config", config) if isinstance(config, dict) else config
     if not isinstance(model, dict):
         raise ValueError(f"want the config.json of a language model, got {type(model).__name__} in JSON")
@@ -111,14 +111,12 @@ def calls_of(config: Any, cache_dtype: str, args: argparse.Namespace) -> list[li
     q = new(1, q_heads // ranks, dim, dtype=dtype)
     sinks = new(q_heads // ranks, dtype=torch.float32) if model.get("model_type") == "gpt_oss" else None
     softcap = float(model.get("attn_logit_softcapping") or 0.0)
-    found: list[partial] = []
-    for window in sorted_windows(windows(model)):
-        # In the order of `TersekvImpl.forward`: an engine with equal calls then finds that they are done.
-        options = {
-            "softmax_scale": ANY_SCALE, "window": window, "sinks": sinks, "softcap": softcap, "batch_invariant": False,
-        }  # fmt: skip
-        found += calls(q, on_meta(pages), like, True, options)
-    return [found]
+    # In the order of `TersekvImpl.forward`: an engine with equal calls then finds that they are done.
+    options = {
+        "softmax_scale": ANY_SCALE, "window": None, "sinks": sinks, "softcap": softcap, "batch_invariant": False
+    }  # fmt: skip
+    all_options = [options | {"window": w} for w in sorted_windows(windows(model))]
+    return [[call for some in all_options for call in job(True, q, on_meta(pages), like, some)] for job in JOBS]
 
 
 def _calls_of_latents(

@@ -32,7 +32,7 @@ from .vllm_checkpoint import layer_number, layer_with, quantised_layers, require
 from .vllm_connectors import refuse_other_block_sizes, takes_tokens
 from .vllm_pages import BLOCK_STEP, FORMATS, Kind, holds_scales, kind_of, known, pages_of, pages_shape, with_scales
 from .vllm_saved import cache_dtype_of, index_of, layers_of
-from .vllm_warm_up import DECODE_ROWS, Limits, compile_early, decode_rows_of, first_time, limits_of, warm_up
+from .vllm_warm_up import DECODE_ROWS, JOBS, Limits, compile_early, decode_rows_of, first_jobs, limits_of, warm_up
 
 # Rows of a request that may see each other: a mask says so, bit by bit.
 MASKED_ROWS = 64
@@ -135,6 +135,7 @@ class TersekvMetadata(AttentionMetadata):
     most_rows:      the host's bound on their rows
     causal:         False: the new rows of a request see each other; all are decoded
     limits:         of all batches; None: unknown
+    jobs:           of `vllm_warm_up`, that are to be done before this batch
     """
 
     num_actual_tokens: int
@@ -148,6 +149,7 @@ class TersekvMetadata(AttentionMetadata):
     most_rows: int
     limits: Limits | None = None
     causal: bool = True
+    jobs: tuple[Any, ...] = JOBS
 
 
 class TersekvMetadataBuilder(AttentionMetadataBuilder):
@@ -163,6 +165,8 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
         self.has_tails = holds_scales(kv_cache_spec)
         self.everything: dict[int, list[Tensor]] = {}
         self.limits = limits_of(vllm_config)
+        # Runner 2 follows its graphs by a batch of prompts; others have no other batch before the first request.
+        self.jobs_of_graphs = JOBS[:1] if getattr(vllm_config, "use_v2_model_runner", False) else JOBS
         # Its query lengths are computed on the device and copied to the host without waiting for them.
         if getattr(getattr(vllm_config, "cache_config", None), "kv_sharing_fast_prefill", False):
             raise NotImplementedError("kv_sharing_fast_prefill: want False, tersekv attends to every row of a prompt")
@@ -193,6 +197,9 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
             m.num_actual_tokens, m.seq_lens, m.block_table_tensor, m.slot_mapping, rows, few, ragged,
             rest, max(counts[few:], default=0), self.limits, m.causal,
         )  # fmt: skip
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> TersekvMetadata:
+        return replace(super().build_for_cudagraph_capture(common_attn_metadata), jobs=self.jobs_of_graphs)
 
     def _mask(self, rows: int, most: int, device: torch.device) -> Tensor:
         """Every row of a request sees every other [rows, W]: of tensors that outlive captured graphs."""
@@ -261,6 +268,8 @@ class TersekvImpl(AttentionImpl):
         self.saved = layers_of(self._config, self.num_kv_heads, head_size)
         self.quantised = None if self._config is None or self.saved is not None else quantised_layers(self._config)
         self._pages: tuple[Any, PagedKVLayer] | None = None
+        if self._config is not None and self.saved is None and self.quantised is None:
+            self._compile_before_weights(self._config)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Give the layer the cache dtype that a file or the checkpoint has for it, before vLLM asks for its pages."""
@@ -321,8 +330,23 @@ class TersekvImpl(AttentionImpl):
             )  # fmt: skip
         return output
 
-    def _compile_early(self, layer: Any, act_dtype: torch.dtype, config: Any) -> None:
-        """For pages as they will be, if nothing but the layer and the configuration decides on them."""
+    def _compile_before_weights(self, config: Any) -> None:
+        """As the model's last layer is made: weights then take longest to come, and no kernel depends on them."""
+        found = config.compilation_config.static_forward_context.values()
+        layers = [layer for layer in found if isinstance(getattr(layer, "impl", None), TersekvImpl)]
+        model = config.model_config
+        if model is None or len(layers) + 1 != model.get_num_layers(config.parallel_config):
+            return
+        for layer in layers:
+            if layer.impl.kv_sharing_target_layer_name is None:
+                layer.impl._compile_early(layer, model.dtype, config, self)
+
+    def _compile_early(self, layer: Any, act_dtype: torch.dtype, config: Any, *unlisted: TersekvImpl) -> None:
+        """For pages as they will be, if nothing but the layer and the configuration decides on them; once for each kind
+        of layer.
+
+        unlisted:  implementations of layers that vLLM does not list yet
+        """
         limits, model = limits_of(config), config.model_config
         if limits is None or model is None or config.kv_transfer_config is not None:
             return
@@ -338,7 +362,7 @@ class TersekvImpl(AttentionImpl):
             (self.num_heads, shape, self.kv_cache_dtype), query,
             self._view_pages(layer, torch.empty(shape, dtype=dtype, device=query.device)),
             -(-model.max_model_len // size), limits, self._brings_rows(query), self._options(),
-            self._windows_of_layers_alike(),
+            self._windows_of_layers_alike(*unlisted),
         )  # fmt: skip
 
     def _options(self) -> dict[str, Any]:
@@ -359,17 +383,18 @@ class TersekvImpl(AttentionImpl):
             query.shape[1:], query.dtype, m.block_table.shape[1], m.limits, self.kv_sharing_target_layer_name is None,
             [x.shape if isinstance(x, Tensor) else x for x in options.values()],
         )  # fmt: skip
-        if first_time(kind, query.device):
-            warm_up(query, pages, m, self._brings_rows(query), options, self._windows_of_layers_alike())
+        jobs = first_jobs(kind, query.device, m.jobs)
+        if jobs:
+            warm_up(query, pages, m, self._brings_rows(query), options, self._windows_of_layers_alike(), jobs)
 
-    def _windows_of_layers_alike(self) -> set[int | None]:
+    def _windows_of_layers_alike(self, *unlisted: TersekvImpl) -> set[int | None]:
         """Of layers with the same heads and cache dtype: kernels of others are compiled with their own first batch."""
 
         def heads(impl: TersekvImpl) -> tuple[Any, ...]:
             return impl.num_heads, impl.num_kv_heads, impl.head_size, impl.kv_cache_dtype
 
         layers = {} if self._config is None else self._config.compilation_config.static_forward_context
-        found = [getattr(layer, "impl", None) for layer in layers.values()]
+        found = [*(getattr(layer, "impl", None) for layer in layers.values()), *unlisted]
         return {impl.window for impl in found if isinstance(impl, TersekvImpl) and heads(impl) == heads(self)}
 
     def _brings_rows(self, query: Tensor) -> bool:

@@ -1,8 +1,9 @@
 """Every kernel that vLLM's batches will need, compiled before its first request; SGLang's are among them.
 
-vLLM warms up and captures graphs with batches of its own choice, and with no prompt among them. So the first of them
-that a layer sees with its pages makes its calls for batches of all kinds, on rows of zeros: slots of −1 leave the cache
-as it is, and what they attend to is thrown away. Before that, processes side by side compile what these calls launch.
+vLLM warms up and captures graphs with batches of its own choice. So the first of them that a layer sees with its pages
+makes its calls for batches of all kinds, on rows of zeros: slots of −1 leave the cache as it is, and what they attend
+to is thrown away. Before that, processes side by side compile what these calls launch, in three jobs: the capture of
+graphs need not wait for kernels of prompts, which take longest.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ ANY_SCALE = 1.0  # softmax_scale of calls to compile for: no kernel depends on i
 _log = logging.getLogger("tersekv")
 _compiled: set[str] = set()  # what layers of this process were compiled for
 _early: dict[str, threading.Thread] = {}  # likewise, before there were pages
+Job = Callable[..., Iterator[partial]]
 
 
 class Limits(NamedTuple):
@@ -66,25 +68,26 @@ def compile_early(
     options: dict[str, Any],
     windows: Collection[int | None],
 ) -> None:
-    """Start to compile what `warm_up` will ask for, in a thread: vLLM prepares much before it makes pages.
+    """Start to compile what `warm_up` will ask for, in a thread for each job: vLLM prepares much before it makes pages.
 
     kind:     of layers for which this is done once
     q, pages: like those to come: [1, Hq, D], and a layer of few pages
     columns:  of a page table
     """
     chip = chip_of(pages.device)
-    if chip is None or repr(kind) in _early:
+    if chip is None or _key(JOBS[0], kind) in _early:
         return
     ints = torch.empty(1, columns, dtype=torch.int32, device=pages.device)
     like = SimpleNamespace(
         limits=limits, block_table=ints, seq_lens=ints[0, :1], slot_mapping=ints.new_empty(1, dtype=torch.int64)
     )
     all_options = [options | {"window": w} for w in sorted_windows(windows)]
-    make = partial(_calls_of, own_rows)
-    _early[repr(kind)] = thread = threading.Thread(
-        target=_compile, args=(make, q, pages, like, all_options, chip), name="tersekv-compile", daemon=True
-    )
-    thread.start()
+    for job in JOBS:
+        asked = partial(job, own_rows), q, pages, like, all_options, chip
+        _early[_key(job, kind)] = thread = threading.Thread(
+            target=_compile, args=asked, name="tersekv-compile", daemon=True
+        )
+        thread.start()
 
 
 def warm_up(
@@ -94,6 +97,7 @@ def warm_up(
     own_rows: bool,
     options: dict[str, Any],
     windows: Collection[int | None] = (),
+    jobs: Collection[Job] | None = None,
 ) -> None:
     """Make the calls of every kind of batch.
 
@@ -101,9 +105,12 @@ def warm_up(
     metadata:  of that batch, with `limits`
     own_rows:  whether prompts bring keys and values
     windows:   of all layers alike: kernels for each are compiled together, since workers take seconds to start
+    jobs:      some of JOBS; None: all
     """
     all_options = [options | {"window": w} for w in sorted_windows({options["window"], *windows})]
-    _compile_and_call(partial(_calls_of, own_rows), q, pages, metadata, options, all_options)
+    for job in JOBS if jobs is None else jobs:
+        _wait_for_early(job)
+        _compile_and_call(partial(job, own_rows), q, pages, metadata, options, all_options)
 
 
 def sorted_windows(windows: Collection[int | None]) -> list[int | None]:
@@ -113,7 +120,24 @@ def sorted_windows(windows: Collection[int | None]) -> list[int | None]:
 
 def warm_up_latents(q: tuple[Tensor, ...], pages: PagedLatentLayer, metadata: Any, options: dict[str, Any]) -> None:
     """Likewise for latents: what is written, and what is decoded. q: (q_nope, q_pe), or of both in one."""
+    _wait_for_early(*JOBS)
     _compile_and_call(latent_calls, q, pages, metadata, options, [options])
+
+
+def first_jobs(kind: Any, device: torch.device, wanted: Collection[Job]) -> list[Job]:
+    """Returns those jobs that were not done yet in this process for such a layer (`first_time`)."""
+    return [job for job in wanted if first_time(_key(job, kind), device)]
+
+
+def _key(job: Job, kind: Any) -> str:
+    return f"{job.__name__} {kind!r}"
+
+
+def _wait_for_early(*jobs: Job) -> None:
+    """Waits for what was begun for layers of any kind: processes for the same calls would wait for each other."""
+    for key, thread in _early.items():
+        if key.startswith(tuple(job.__name__ for job in jobs)):
+            thread.join()
 
 
 def first_time(kind: Any, device: torch.device) -> bool:
@@ -125,7 +149,7 @@ def first_time(kind: Any, device: torch.device) -> bool:
 
 
 def _compile_and_call(
-    make: Callable[..., Iterator[partial]],
+    make: Job,
     q: Any,
     pages: Any,
     metadata: Any,
@@ -135,15 +159,13 @@ def _compile_and_call(
     """all_options: the options of all calls to compile for; those of `options` are then made."""
     chip = chip_of(pages.device)
     if chip is not None:
-        for thread in _early.values():
-            thread.join()
         _compile(make, q, pages, metadata, all_options, chip)
     for call in make(q, pages, metadata, options):
         call()
 
 
 def _compile(
-    make: Callable[..., Iterator[partial]],
+    make: Job,
     q: Any,
     pages: Any,
     metadata: Any,
@@ -159,60 +181,85 @@ def _compile(
     compile_ahead(to_compile, chip, say=partial(_log.warning, "tersekv: %s"))
 
 
-def _calls_of(
+def uniform_calls(
     own_rows: bool, q: Tensor, pages: PagedKVLayer, metadata: Any, options: dict[str, Any]
 ) -> Iterator[partial]:
-    return calls(q, pages, metadata, own_rows, options)
-
-
-def calls(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, options: dict[str, Any]) -> Iterator[partial]:
-    """Kernels are chosen by sizes in powers of two, and for numbers that are 1, multiples of 16, or others."""
-    limits, table = metadata.limits, metadata.block_table
-
-    def rows(n: int) -> list[Tensor]:
-        heads = (q.shape[1:], (pages.num_kv_heads, pages.head_dim), (pages.num_kv_heads, pages.head_dim_v))
-        return [q.new_zeros(n, *shape) for shape in heads]
-
-    # Numbers come from the host: on meta tensors arithmetic takes a millisecond.
-    ints = partial(torch.tensor, dtype=torch.int32, device=q.device)
-
-    def nothing(requests: int) -> dict[str, Any]:
-        """A table and lengths of 0."""
-        return {"page_table": table.new_zeros(requests, table.shape[1]), "seq_lens": ints([0] * requests)}
-
-    def ends(requests: int, n: int) -> list[int]:
-        """n rows, dealt evenly."""
-        return [i * n // requests for i in range(requests + 1)]
-
+    """Calls of batches that graphs are captured with: requests of as many rows each are decoded; and what is written,
+    of prompts too. Kernels are chosen by sizes in powers of two."""
+    limits = metadata.limits
     for n in sizes(limits.rows):
-        _, k, v = rows(n)
+        _, k, v = _zero_rows(q, pages, n)
         yield partial(append, k, v, pages, metadata.slot_mapping.new_full((n,), -1))
-    steps = sizes(limits.requests)
-    # Few requests are cut among multiprocessors, each number of them otherwise.
-    for b in sorted({*range(1, min(limits.requests, CUT) + 1), *steps}):
+    for b in _numbers_of_requests(limits):
         for n in {1, limits.decode_rows}:
-            yield partial(decode, rows(b * n)[0], pages, **nothing(b), **options)
+            yield partial(decode, _zero_rows(q, pages, b * n)[0], pages, **_no_keys(metadata, b), **options)
+
+
+def ragged_calls(
+    own_rows: bool, q: Tensor, pages: PagedKVLayer, metadata: Any, options: dict[str, Any]
+) -> Iterator[partial]:
+    """Calls in which requests of various rows are decoded. Kernels are chosen for numbers that are 1, multiples of 16,
+    or others."""
+    steps = sizes(metadata.limits.requests)
+    for b in _numbers_of_requests(metadata.limits):
         for most in (2, 4, 8, 9, DECODE_ROWS):
             least = b + most - 1
-            for n in (
-                {least, min(least + 1, b * most), -(-least // 16) * 16, b * most} if b in steps else {least, b * most}
-            ):
-                ragged: dict[str, Any] = {"cu_seqlens_q": ints(ends(b, n)), "max_q_len": most}
-                yield partial(decode, rows(n)[0], pages, **nothing(b), **ragged, **options)
-    # With keys and values of their own no kernel is chosen by the number of rows, nor by a request's beyond a block.
+            few = {least, b * most}
+            for n in few | {min(least + 1, b * most), -(-least // 16) * 16} if b in steps else few:
+                ragged: dict[str, Any] = {"cu_seqlens_q": _ints(_ends(b, n), q), "max_q_len": most}
+                yield partial(decode, _zero_rows(q, pages, n)[0], pages, **_no_keys(metadata, b), **ragged, **options)
+
+
+def prefill_calls(
+    own_rows: bool, q: Tensor, pages: PagedKVLayer, metadata: Any, options: dict[str, Any]
+) -> Iterator[partial]:
+    """Calls of prompts. With keys and values of their own no kernel is chosen by the number of rows, nor by a request's
+    beyond a block."""
+    limits, table = metadata.limits, metadata.block_table
     for most in (n for n in sizes(limits.rows) if n > DECODE_ROWS and (not own_rows or n <= BLOCK or n == limits.rows)):
-        for b in steps:
+        for b in sizes(limits.requests):
             for n in {most} if b == 1 or own_rows else {-(-most // 16) * 16, -(-most // 16) * 16 + 1}:
-                new, k, v = rows(n)
+                new, k, v = _zero_rows(q, pages, n)
                 own: dict[str, Any] = {"k": k, "v": v} if own_rows else {}
-                rows_of = [end - start for start, end in pairwise(ends(b, n))]  # no token before the new ones
+                ends = _ends(b, n)
+                rows_of = [end - start for start, end in pairwise(ends)]  # no token before the new ones
                 for after in (0, 1, 2):  # requests before them in the tensors, whose addresses are aligned or not
                     where = {
                         "page_table": table.new_zeros(after + b, table.shape[1])[after:],
-                        "seq_lens": ints([0] * after + rows_of)[after:],
+                        "seq_lens": _ints([0] * after + rows_of, q)[after:],
                     }
-                    cu = ints(ends(b, n))
+                    cu = _ints(ends, q)
                     yield partial(prefill, new, pages, **where, cu_seqlens_q=cu, max_q_len=most, **own, **options)
+
+
+JOBS: tuple[Job, ...] = (uniform_calls, ragged_calls, prefill_calls)
+
+
+def _numbers_of_requests(limits: Limits) -> list[int]:
+    """Few requests are cut among multiprocessors, each number of them otherwise."""
+    return sorted({*range(1, min(limits.requests, CUT) + 1), *sizes(limits.requests)})
+
+
+def _ints(values: list[int], like: Tensor) -> Tensor:
+    """Numbers come from the host: on meta tensors arithmetic takes a millisecond."""
+    return torch.tensor(values, dtype=torch.int32, device=like.device)
+
+
+def _no_keys(metadata: Any, requests: int) -> dict[str, Any]:
+    """A page table, and lengths of 0."""
+    table = metadata.block_table
+    return {"page_table": table.new_zeros(requests, table.shape[1]), "seq_lens": _ints([0] * requests, table)}
+
+
+def _zero_rows(q: Tensor, pages: PagedKVLayer, n: int) -> list[Tensor]:
+    """n rows of zeros of a query like q, of keys and of values."""
+    heads = (q.shape[1:], (pages.num_kv_heads, pages.head_dim), (pages.num_kv_heads, pages.head_dim_v))
+    return [q.new_zeros(n, *shape) for shape in heads]
+
+
+def _ends(requests: int, n: int) -> list[int]:
+    """n rows, dealt evenly."""
+    return [i * n // requests for i in range(requests + 1)]
 
 
 def latent_calls(
@@ -224,7 +271,7 @@ def latent_calls(
         latent, rotary = (q[0].new_zeros(n, dim) for dim in (pages.kv_lora_rank, pages.qk_rope_head_dim))
         slots = metadata.slot_mapping.new_full((n,), -1)
         yield partial(mla_append, latent, rotary if pages.qk_rope_head_dim else None, pages, slots)
-    for b in sorted({*range(1, min(limits.requests, CUT) + 1), *sizes(limits.requests)}):
+    for b in _numbers_of_requests(limits):
         where = table.new_zeros(b, table.shape[1]), metadata.seq_lens.new_zeros(b)
         for n in sorted({1, limits.decode_rows}):
             rows = [query_like(x, b * n) for x in q]

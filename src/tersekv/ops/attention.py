@@ -164,7 +164,7 @@ def output_tensor(q: Tensor, shape: tuple[int, ...], out: Tensor | None, dtype: 
         if dtype is not None and isinstance(out, Tensor):
             check_dtype("out_dtype", dtype, (), out.dtype, "out")
         return out
-    if dtype is None and q.dtype not in FP8 and q.is_contiguous() and q.shape == shape:
-        return torch.empty_like(q)  # half a microsecond less
+    if dtype is None and q.dtype not in FP8 and q.is_contiguous() and q.shape == shape and not q.is_meta:
+        return torch.empty_like(q)  # half a microsecond less; of a meta tensor it would import sympy, half a second
     check_dtype("out_dtype", dtype, FLOAT + FP8)
     return torch.empty(*shape, dtype=dtype or (torch.bfloat16 if q.dtype in FP8 else q.dtype), device=q.device)

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -181,11 +182,13 @@ def work(room: str, processes: int) -> None:
     """
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the caller ignores it, no child could be waited for
-    calls, chip = pickle.loads((Path(room) / "job").read_bytes())
     compile_only: Any = importlib.import_module("tersekv.backends.host.compile_only")
+    hashing = threading.Thread(target=compile_only.compute_triton_key)  # reads while the first call imports
+    hashing.start()
+    calls, chip = pickle.loads((Path(room) / "job").read_bytes())
     plan.absent_arch = chip.arch
-    build_launcher = compile_only.build_triton_utils_and_make_launcher_builder(Path(room))
-    workers = _Workers(processes)
+    build_utils, build_launcher = compile_only.make_builders_of_utils_and_launchers(Path(room))
+    workers = _Workers(processes, hashing.join)
 
     def compiled(fn: Any, kernel: Any) -> None:
         build_launcher(kernel)
@@ -201,6 +204,9 @@ def work(room: str, processes: int) -> None:
                 said = ";".join([first, *(line for line in rest if line.startswith("  why: "))])
                 _write({"failed": f"{call.func.__name__}: {type(e).__name__}: {said}"})
                 workers.exit_in_worker()
+    if workers.fork_once("what kernels share"):
+        build_utils()
+        workers.exit_in_worker()
     workers.wait(0)
 
 
@@ -208,8 +214,9 @@ class _Workers:
     """Forks of this process, which has imported and planned for all of them; it compiles nothing itself, so that no
     compiler's state is forked. Where there is no fork, it compiles everything."""
 
-    def __init__(self, most: int) -> None:
-        self._most, self._planner = most, os.getpid()
+    def __init__(self, most: int, before_forks: Callable[[], None]) -> None:
+        """before_forks: ends what other threads do, which a fork would cut off."""
+        self._most, self._planner, self._before_forks = most, os.getpid(), before_forks
         self._known: set[str] = set()
         self._running = 0
         self._start = 0.0
@@ -219,6 +226,7 @@ class _Workers:
         if key in self._known:
             return False
         self._known.add(key)
+        self._before_forks()
         if hasattr(os, "fork"):
             self.wait(self._most - 1)
             if os.fork():

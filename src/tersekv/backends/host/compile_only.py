@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,8 +58,11 @@ def compiling(
         driver._active, kernels.run, launch.absent_num_sms = previous_driver, run, sms
 
 
-def build_triton_utils_and_make_launcher_builder(folder_for_libcuda_stub: Path) -> Callable[[Any], None]:
-    """Returns a function that compiles the C function which launches a kernel; compiles what all kernels share.
+def make_builders_of_utils_and_launchers(
+    folder_for_libcuda_stub: Path,
+) -> tuple[Callable[[], None], Callable[[Any], None]]:
+    """Returns two functions: one compiles the C code that all kernels share, one the C function which launches a
+    kernel.
 
     They are linked with CUDA's driver: where there is none, with an empty library in `folder_for_libcuda_stub`. Python
     cannot load them then; they lie in the cache for a machine that can.
@@ -78,10 +81,18 @@ def build_triton_utils_and_make_launcher_builder(folder_for_libcuda_stub: Path) 
         with suppress(ImportError):  # compiled, kept, and not loaded
             make(*args)
 
-    build(nvidia.CudaUtils)
-    if not hasattr(nvidia, "make_launcher"):  # newer Tritons: one launcher, among what all kernels share
-        return lambda kernel: None
-    return lambda kernel: build(nvidia.CudaLauncher, kernel.src, kernel.metadata)
+    def build_launcher(kernel: Any) -> None:
+        if hasattr(nvidia, "make_launcher"):  # newer Tritons: one launcher, among what all kernels share
+            build(nvidia.CudaLauncher, kernel.src, kernel.metadata)
+
+    return partial(build, nvidia.CudaUtils), build_launcher
+
+
+def compute_triton_key() -> None:
+    """Hashes Triton's own files, a part of every kernel's key: processes forked after it need not."""
+    key = getattr(importlib.import_module("triton.runtime.cache"), "triton_key", None)  # elsewhere in older releases
+    if key is not None:
+        key()
 
 
 def _c_compiler_path_or_raise() -> str:
