@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...versions import reinterpret, thread_barrier
-from ..parts.epilogue import cast_output_saturating_fp8, compute_acc_scale_and_lse
+from ..parts.epilogue import cast_output_saturating_fp8, compute_acc_scale_and_lse, give_lanes_8_adjacent_columns
 from ..parts.hadamard import (
     RotationTensors,
     blockwise_hadamard_unnormalized,
@@ -602,11 +602,15 @@ def tokens_heads_and_mask_of_output_rows(work_tile, I_TILE: gl.constexpr, ROW_LA
 @gluon.jit
 def store_output_columns(OUT, acc_o, acc_scale, rows, strides, FIRST_COLUMN: gl.constexpr, cfg: gl.constexpr):
     """Stores acc_o × acc_scale as output columns from FIRST_COLUMN on."""
+    out = cast_output_saturating_fp8(acc_o * acc_scale[:, None], OUT, cfg)
+    if out.dtype.primitive_bitwidth == 16:
+        out = give_lanes_8_adjacent_columns(out)
     tokens, q_heads, m_row = rows
-    o_d = FIRST_COLUMN + gl.arange(0, acc_o.shape[1], gl.SliceLayout(0, acc_o.type.layout))
-    valid = m_row[:, None] & (o_d < cfg.HEAD_DIM_V)[None, :]
-    p_out = (OUT + tokens * strides[0] + q_heads * strides[1])[:, None] + o_d[None, :]
-    gl.store(p_out, cast_output_saturating_fp8(acc_o * acc_scale[:, None], OUT, cfg), mask=valid)
+    ROW: gl.constexpr = gl.SliceLayout(1, out.type.layout)
+    p_row = gl.convert_layout(OUT + tokens * strides[0] + q_heads * strides[1], ROW, assert_trivial=True)
+    o_d = FIRST_COLUMN + gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
+    valid = gl.convert_layout(m_row, ROW, assert_trivial=True)[:, None] & (o_d < cfg.HEAD_DIM_V)[None, :]
+    gl.store(p_row[:, None] + o_d[None, :], out, mask=valid)
 
 
 @gluon.jit
