@@ -603,7 +603,7 @@ def tokens_heads_and_mask_of_output_rows(work_tile, I_TILE: gl.constexpr, ROW_LA
 def store_output_columns(OUT, acc_o, acc_scale, rows, strides, FIRST_COLUMN: gl.constexpr, cfg: gl.constexpr):
     """Stores acc_o × acc_scale as output columns from FIRST_COLUMN on."""
     out = cast_output_saturating_fp8(acc_o * acc_scale[:, None], OUT, cfg)
-    if out.dtype.primitive_bitwidth == 16:
+    if out.dtype.primitive_bitwidth == 16 and not cfg.INT8_Q:  # with int32 scores of the next tile, registers spill
         out = give_lanes_8_adjacent_columns(out)
     tokens, q_heads, m_row = rows
     ROW: gl.constexpr = gl.SliceLayout(1, out.type.layout)
