@@ -44,8 +44,9 @@ def compiled(call: AttentionCall) -> list[dict]:
 def test_a_list_for_each_head(fmt, requests, unsplit, launches):
     """Four warps share the keys of a head: a request a CTA where these fill the GPU about once, else ranges."""
     call = listed(fmt, requests)
-    shape = config_of(call).shape
-    found = shape.KEY_PARTS, shape.LIST_PER_HEAD, shape.HEAD_GROUPS, shape.UNSPLIT
+    config = config_of(call)
+    shape = config.shape
+    found = shape.KEY_PARTS, config.constants.LIST.PER_HEAD, shape.HEAD_GROUPS, shape.UNSPLIT
     assert found == (4, True, 8, unsplit)
     kernels = compiled(call)
     assert len(kernels) == launches
@@ -83,8 +84,9 @@ def test_ranges_of_each_head(fmt, options):
 @pytest.mark.parametrize("requests", [1, 40])
 def test_one_list_for_all_heads_runs_as_dense_decode(fmt, requests, options):
     call = listed(fmt, requests, each_head=False, **options)
-    shape = config_of(call).shape
-    assert not shape.LIST_PER_HEAD
+    shape, lists = config_of(call).shape, config_of(call).constants.LIST
+    assert lists.AS_PAGES
+    assert not lists.PER_HEAD
     pages = call.indices.shape[2] * call.block_size // call.k_cache.shape[1]
     dense = call._replace(
         indices=None, block_size=1, page_table=torch.empty(requests, pages, dtype=torch.int32),

@@ -22,10 +22,7 @@ from tersekv.testing.cases import OPS, cases
 from tersekv.testing.make import make
 
 # tests/gluon/test_hooks_gluon.py sees it.
-OF_HOPPER = {
-    "tersekv.backends.triton.parts.listed_rows.compact_visible_listed_rows_kernel",
-    "tersekv.backends.triton.parts.listed_pages.list_visible_pages_kernel",
-}
+OF_HOPPER = {"tersekv.backends.triton.parts.listed_rows.compact_visible_listed_rows_kernel"}
 DEVICE, STREAM = 90, 77  # a number that no device has: Triton keeps what it compiled by it
 
 

@@ -20,18 +20,21 @@ from ..host.bind import (
     HostAction,
     KernelLaunch,
     LaunchSequence,
-    TensorArg,
     TensorMapArg,
-    Workspace,
     stride_args,
     tensor_args,
 )
 from ..host.kernel_config import KernelConfig
-from ..host.key_lists import LISTS_AS_PAGES, NO_LISTS, facts_with_listed_rows_as_requests
+from ..host.key_lists import facts_with_listed_rows_as_requests, has_list_per_head
 from ..triton.decode import config as portable_tune
 from ..triton.decode import entry as portable
 from ..triton.parts.kv_cache_args import mask_args, needs_two_term_query
-from ..triton.parts.listed_pages import LENS, PAGES, list_pages_launch, listed_pages_slices, num_listed_pages
+from ..triton.parts.listed_pages import (
+    listed_pages_args,
+    listed_pages_config,
+    prepend_list_pages_launch,
+    why_not_listed_pages,
+)
 from .sm90.decode.combine import combine_kernel
 from .sm90.decode.config import (
     MAX_PART_COLUMNS,
@@ -46,7 +49,6 @@ from .sm90.decode.config import (
     choose_heads_per_cta,
     choose_tile_config,
     facts_with_head_dim_parts_as_heads,
-    has_list_per_head,
     has_padded_head_dims,
     head_dims_fit_kernel_of_rows_64,
     is_large_m,
@@ -113,7 +115,6 @@ class DecodeTileConfig(KernelConfig):
     FUSED_COMBINE_COLUMNS: int  # loaded at once
     UNSPLIT: bool  # a CTA takes one request; nothing is split
     KEY_PARTS: int = 1  # parts of one head's keys, each of which takes the place of a head
-    LIST_PER_HEAD: bool = False  # page table and lengths are [HEADS, B]: those of listed blocks
 
     @property
     def KV_HEADS_PER_CTA(self) -> int:
@@ -121,7 +122,6 @@ class DecodeTileConfig(KernelConfig):
         return self.HEADS_PER_CTA // self.KEY_PARTS
 
 
-MAX_LISTED_PAGES = 1 << 26  # of all lists: 256 MB of workspace
 SUPPORTED_CODES = ("bf16", "fp16", "e4m3", "e5m2", "int8", "e2m1", "int4")
 
 
@@ -209,13 +209,10 @@ def _why_stored_scales_cannot_be_copied(f: SimpleNamespace, heads_per_cta: int, 
 
 
 def _why_not_with_lists(f: SimpleNamespace) -> str | None:
-    """Returns why lists of blocks cannot become page tables (`triton/parts/listed_pages`)."""
-    page = f.k_cache.shape[1]
-    if f.block_size % page:
-        return f"wants lists of whole pages, of {page} tokens, got blocks of {f.block_size}"
-    pages, group = f.out.shape[0] * f.indices.shape[1] * num_listed_pages(f), f.q.shape[1] // max(f.k_cache.shape[2], 1)
-    if pages > MAX_LISTED_PAGES:
-        return f"wants lists of {MAX_LISTED_PAGES} pages in all, got {pages}"
+    """Returns why these kernels cannot read lists of blocks."""
+    if reason := why_not_listed_pages(f):
+        return reason
+    group = f.q.shape[1] // max(f.k_cache.shape[2], 1)
     if group > SMALL_M_ROWS:
         return f"wants lists for at most {SMALL_M_ROWS} query heads of a KV head, got {group}"
     return None
@@ -270,7 +267,7 @@ def configure(f: SimpleNamespace) -> Config:
     if unsplit or uses_fused_combine(f, tuned.block_n, ranges * groups, ranges, size):
         fused_tile = choose_fused_combine_rows_splits_columns(valid_rows, partial_columns)
     cfg = replace(
-        base_cfg, LIST=NO_LISTS if f.indices is None else LISTS_AS_PAGES, BLOCK_M=block_m, BLOCK_N=tuned.block_n,
+        base_cfg, LIST=listed_pages_config(f), BLOCK_M=block_m, BLOCK_N=tuned.block_n,
         MIN_BLOCKS_PER_RANGE=tuned.min_blocks_per_range, K_ROWS_PER_PAGE=kv_specs[0].rows_per_page,
         V_ROWS_PER_PAGE=kv_specs[1].rows_per_page, D=d, PACK=v.PACK, PACKED_K=d // k.PACK, PACKED_V=packed_v,
         BLOCK_DV=block_dv, K_RESIDUAL_SCALE=_residual_scale(k.CODE, tuned.shared_tiles),
@@ -279,7 +276,7 @@ def configure(f: SimpleNamespace) -> Config:
     )  # fmt: skip
     num_splits, num_rows = ranges // max(requests, 1) + 2, cta_heads * valid_rows
     combine_tile = choose_combine_rows_splits_columns(num_splits, num_rows, partial_columns)
-    tiles = m_blocks, valid_rows, *combine_tile, *fused_tile, unsplit, tuned.key_parts, has_list_per_head(f)
+    tiles = m_blocks, valid_rows, *combine_tile, *fused_tile, unsplit, tuned.key_parts
     shape = _make_tile_config(f, tuned, k, v, kv_specs[0], (cta_heads, f.head_dim_parts), tiles)
     specs = zip(("K", "V", "K_SCALES", "V_SCALES"), (*kv_specs, *scales), strict=True)
     tensor_map_specs = {n: spec for n, spec in specs if spec is not None and not spec.chunks}
@@ -302,18 +299,8 @@ def configure(f: SimpleNamespace) -> Config:
     scratch = 2 * ranges * heads * block_m * cfg.PARTIAL_COLUMNS + metadata_size
     return Config(
         cfg, shape, tensor_map_specs,
-        _prepend_list_pages_launch(call_facts, attention_launches(f, split_pass, combine, scratch), scratch),
+        prepend_list_pages_launch(call_facts, attention_launches(f, split_pass, combine, scratch), scratch),
     )  # fmt: skip
-
-
-def _prepend_list_pages_launch(
-    f: SimpleNamespace, launches: LaunchSequence | HostAction, workspace_floats: int
-) -> LaunchSequence | HostAction:
-    """Returns the launches, behind that of listed pages if there are lists, which shares their workspace."""
-    if f.indices is None or not launches.kernel_launches:
-        return launches
-    workspace = Workspace(workspace_floats, listed_pages_slices(f))
-    return LaunchSequence(list_pages_launch(f), *launches.kernel_launches, workspace=workspace)
 
 
 def _make_kv_layouts(
@@ -378,7 +365,7 @@ def _split_pass_args(f: SimpleNamespace, tensor_map_specs: dict[str, TensorMapSp
     }
     return (
         page_table_lengths_and_softmax_scale_args(f)
-        | _listed_pages_args_or_empty(f)
+        | ({} if f.indices is None else listed_pages_args(f))
         | tensors
         | tensor_map_args
         | scalar_args
@@ -389,14 +376,6 @@ def _split_pass_args(f: SimpleNamespace, tensor_map_specs: dict[str, TensorMapSp
 def _cu_seqlens_q_arg(f: SimpleNamespace) -> dict[str, Any]:
     """Returns CU_SEQLENS_Q; None with lists, whose rows are requests."""
     return {"CU_SEQLENS_Q": None} if f.indices is not None else tensor_args(CU_SEQLENS_Q="cu_seqlens_q")
-
-
-def _listed_pages_args_or_empty(f: SimpleNamespace) -> dict[str, Any]:
-    """Returns the page table that lists became, in place of the call's."""
-    if f.indices is None:
-        return {}
-    table = {"PAGE_TABLE": TensorArg(PAGES), "SEQ_LENS": TensorArg(LENS), "stride_table_b": f.page_table.shape[1]}
-    return table | _cu_seqlens_q_arg(f)
 
 
 def _make_tile_config(

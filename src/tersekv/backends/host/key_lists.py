@@ -25,10 +25,11 @@ class KeyListConfig(KernelConfig):
     VARLEN_Q: bool = False  # rows of requests are counted by cu_seqlens_q
     MAX_SEQLEN_Q: int = 0  # rows of each request otherwise
     CAUSAL: bool = True  # positions past a row's own are not seen
+    AS_PAGES: bool = False  # a launch before wrote lists as page tables, which are read in order: LENGTH is -1
+    PER_HEAD: bool = False  # these page tables and lengths are [HEADS, B]
 
 
 NO_LISTS = KeyListConfig()
-LISTS_AS_PAGES = KeyListConfig(LENGTH=0)  # of kernels whose page table was made of lists
 
 
 def key_list_config(f: SimpleNamespace) -> KeyListConfig:
@@ -47,6 +48,11 @@ def key_list_config(f: SimpleNamespace) -> KeyListConfig:
         MAX_SEQLEN_Q=0 if ragged or f.page_table is None else f.max_q_len,
         CAUSAL=f.seq_lens is not None or f.page_table is None,
     )
+
+
+def has_list_per_head(f: SimpleNamespace) -> bool:
+    """Returns whether each KV head has a list of blocks of its own."""
+    return f.indices is not None and f.indices.shape[1] > 1
 
 
 def facts_of_extra_key_set(f: SimpleNamespace) -> SimpleNamespace:

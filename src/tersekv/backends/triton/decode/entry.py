@@ -39,6 +39,7 @@ from ...host.key_lists import (
     key_list_args,
     key_list_config,
 )
+from ...host.row_programs import uses_pdl
 from ..parts.combine import combine_batch_invariant_kernel, combine_by_split_metadata_kernel
 from ..parts.kv_cache_args import (
     StoredRowFormat,
@@ -52,6 +53,12 @@ from ..parts.kv_cache_args import (
     rotation_args,
     why_not_kv_cache,
     window_sinks_softcap_and_scale_constants,
+)
+from ..parts.listed_pages import (
+    listed_pages_args,
+    listed_pages_config,
+    prepend_list_pages_launch,
+    why_not_listed_pages,
 )
 from ..parts.tile_scheduler import METADATA_FIELDS
 from .config import TileConfig, choose_tile_config
@@ -120,6 +127,7 @@ class Constants(KernelConfig):
     INT64_OFFSETS: bool = False  # a page is longer than int32 counts
     LSE_OF_KEYS: bool = False  # of MLA's, with which it shares the combine
     LIST: KeyListConfig = NO_LISTS
+    USE_PDL: bool = False  # the launch of listed pages goes before, which starts this one early
 
 
 class Config(NamedTuple):
@@ -131,15 +139,32 @@ def why_not(f: SimpleNamespace) -> str | None:
     return why_not_kv_cache(f)
 
 
+def reads_listed_pages(f: SimpleNamespace) -> bool:
+    """Returns whether a launch writes lists as page tables first, which are read as those of dense decode; else the
+    split pass looks up every key of a list: where blocks are no whole pages, where the tables would take much memory,
+    and batch invariant calls, whose choice of kernels may not depend on the number of rows."""
+    return (
+        f.indices is not None
+        and f.indices.shape[-1] > 0
+        and not f.batch_invariant
+        and why_not_listed_pages(f) is None
+    )  # fmt: skip
+
+
 def configure(f: SimpleNamespace) -> Config:
-    lists, list_args = key_list_config(f), key_list_args(f, 0)
+    call_facts, as_pages, lists, list_args = f, reads_listed_pages(f), key_list_config(f), key_list_args(f, 0)
     f = facts_with_listed_rows_as_requests(f, f.k_cache.shape[1])
+    if as_pages:
+        f = SimpleNamespace(**vars(f) | {"indices": None})
+        lists, list_args = listed_pages_config(call_facts), key_list_args(f, 0) | listed_pages_args(call_facts)
     t = choose_tile_config(facts_for_kernel_choice(f), pair_of(f)[0])
     caches = _kv_host_descriptor_args_or_empty(f, t)
-    cfg = replace(kernel_constants(f, t, bool(caches)), LIST=lists)
+    cfg = replace(kernel_constants(f, t, bool(caches)), LIST=lists, USE_PDL=as_pages and uses_pdl(f))
     options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.num_stages}
     if launch.has_ptx(f):
         options["maxnreg"] = t.max_registers
+    if cfg.USE_PDL:
+        options["launch_pdl"] = True
     num_programs = max(launch.num_sms(f) * t.programs_per_sm // max(cfg.HEADS, 1), 1) * cfg.HEADS
     both = (
         output_and_workspace_args(f, cfg.OUT_KIND != "float")
@@ -158,16 +183,13 @@ def configure(f: SimpleNamespace) -> Config:
     if cfg.SPLIT_BLOCKS:
         combine |= {name: split[name] for name in ("SEQ_LENS", "CU_SEQLENS_Q")}
         return Config(cfg, split_and_combine_launches(f, first, combine_batch_invariant_kernel, combine, cfg.PAGE))
-    merge_rows = min(t.block_m, f.max_q_len * cfg.GROUP)
-    return Config(cfg, attention_launches(
-        f, first,
-        # It reads no lengths: else every BLOCK_B would compile another.
-        KernelLaunch(
-            combine_by_split_metadata_kernel, (num_programs, merge_rows), combine | {"cfg": replace(cfg, BLOCK_B=0)},
-            num_warps=4,
-        ),
-        num_programs * (2 * cfg.BLOCK_M * cfg.PARTIAL_COLUMNS + METADATA_FIELDS.value),
-    ))  # fmt: skip
+    # It reads neither lengths nor lists: else every BLOCK_B would compile another.
+    combine |= {"cfg": replace(cfg, BLOCK_B=0, LIST=NO_LISTS, USE_PDL=False)}
+    grid = num_programs, min(t.block_m, f.max_q_len * cfg.GROUP)
+    second = KernelLaunch(combine_by_split_metadata_kernel, grid, combine, num_warps=4)
+    size = num_programs * (2 * cfg.BLOCK_M * cfg.PARTIAL_COLUMNS + METADATA_FIELDS.value)
+    launches = attention_launches(f, first, second, size)
+    return Config(cfg, prepend_list_pages_launch(call_facts, launches, size) if as_pages else launches)
 
 
 def kernel_constants(f: SimpleNamespace, tile: TileConfig, use_tma: bool) -> Constants:

@@ -6,9 +6,11 @@ Keys lie on the matrix unit's M side and query rows on N, so few query heads was
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from ..parts.combine import LOG2E, cast_output, compute_acc_scale_and_lse, load_device_scale_else_host_scale
 from ..parts.key_lists import page_table_row_ptr_or_key_list
+from ..parts.listed_pages import load_first_cut_key
 from ..parts.tile_scheduler import (
     METADATA_FIELDS,
     blocks_per_split,
@@ -21,7 +23,12 @@ from ..parts.tile_scheduler import (
     store_empty_output_of_padding_rows,
     token_and_head_of_q_rows,
 )  # fmt: skip
-from .mainloop import load_transposed_16bit_q_tiles_and_q_scale, mainloop_row_max_row_sum_acc_o, unrotate_acc
+from .mainloop import (
+    MaskArgs,
+    load_transposed_16bit_q_tiles_and_q_scale,
+    mainloop_row_max_row_sum_acc_o,
+    unrotate_acc,
+)
 
 
 @triton.jit
@@ -48,9 +55,15 @@ def stream_k_decode_kernel(
     cfg: tl.constexpr,
 ):  # fmt: skip
     """Attends to one program's range of key blocks. See the module's docstring."""
-    # Query rows of no request; no splits so far
     i_program = tl.program_id(0)
     num_programs = tl.num_programs(0)
+    h = i_program % cfg.HEADS
+    if cfg.USE_PDL:
+        gdc_wait()
+    if cfg.LIST.PER_HEAD:
+        SEQ_LENS += h * B
+        PAGE_TABLE += (h * B).to(tl.int64) * stride_table_b
+    # Query rows of no request; no splits so far
     SPLIT_METADATA = split_metadata_ptr(SPLIT_WORKSPACE, num_programs, cfg)
     if cfg.SPLIT_BLOCKS == 0:
         tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS, 0)
@@ -63,7 +76,6 @@ def stream_k_decode_kernel(
     block, block_end, blocks_per_range = find_program_block_range_and_blocks_per_range(
         SEQ_LENS, CU_SEQLENS_Q, B, i_program // cfg.HEADS, num_programs // cfg.HEADS, cfg
     )
-    h = i_program % cfg.HEADS
     lists = (
         INDICES, INDEX_LENS, LIST_SEQ_LENS, LIST_CU_SEQLENS_Q, num_requests, num_slots, stride_list_t, stride_list_h,
         stride_list_n,
@@ -97,15 +109,17 @@ def stream_k_decode_kernel(
                 h, cfg,
             )  # fmt: skip
             # Main loop
+            mask_args = MaskArgs(
+                request.num_keys, request.seqlen_q, m_block * cfg.BLOCK_M, request.q_begin,
+                load_first_cut_key(SEQ_LENS, i_request, request.num_keys, cfg), MASK, stride_mask_t,
+            )  # fmt: skip
             row_max, row_sum, acc_o = mainloop_row_max_row_sum_acc_o(
                 K, V, K_SCALES, V_SCALES,
-                page_table_row_ptr_or_key_list(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg), MASK,
+                page_table_row_ptr_or_key_list(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg),
                 q, scale * q_scale, softcap,
-                request.first_n_block + n_block_begin, request.first_n_block + n_block_end, request.num_keys,
-                request.seqlen_q, m_block * cfg.BLOCK_M, request.q_begin, h,
+                request.first_n_block + n_block_begin, request.first_n_block + n_block_end, mask_args, h,
                 stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_k_scales_p,
-                stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h,
-                stride_mask_t, cfg,
+                stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, cfg,
             )  # fmt: skip
             # Unrotate
             acc_o = unrotate_acc(acc_o, (V_SIGNS, V_CHANNEL_SCALES, stride_v_channel_scales_h), h, cfg)

@@ -1,6 +1,8 @@
 """The main loop of paged decode: one work tile's key blocks, any format, any page size. The mask is in
 `visible_mask_n_by_m`; online softmax, rescale and PV are in `softmax_and_pv_step`."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -15,7 +17,21 @@ from ..parts.dequant import (
 )
 from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
 from ..parts.key_lists import key_row_offsets, keys_in_range_or_visible, load_page_ids_or_pages_slots_and_visible
+from ..parts.listed_pages import is_before_cut
 from ..parts.softcap import apply_softcap_to_log2_scores
+
+
+class MaskArgs(NamedTuple):
+    """Which keys are visible to a work tile's query rows."""
+
+    num_keys: Any
+    seqlen_q: Any  # of the request's query
+    row_begin: Any  # the work tile's first row, all heads of a group counted
+    q_begin: Any  # the request's first query row
+    first_cut_key: Any  # by `listed_pages.load_first_cut_key`
+    MASK: Any
+    stride_mask_t: Any
+
 
 # Rotation and query.
 
@@ -191,17 +207,18 @@ def load_stored_kv_scales_unrolled(
 
 
 @triton.jit
-def visible_mask_n_by_m(n_block, num_keys, seqlen_q, row_begin, q_begin, m_n, MASK, stride_mask_t, cfg: tl.constexpr):
+def visible_mask_n_by_m(n_block, m_n, mask_args, cfg: tl.constexpr):
     """Returns which keys of n_block each query row sees: [BLOCK_N, BLOCK_M]."""
     o_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
-    o_q = (row_begin + tl.arange(0, cfg.BLOCK_M)) // cfg.GROUP  # draft token of a row
-    num_cached_keys = num_keys - seqlen_q
+    o_q = (mask_args.row_begin + tl.arange(0, cfg.BLOCK_M)) // cfg.GROUP  # draft token of a row
+    num_cached_keys = mask_args.num_keys - mask_args.seqlen_q
     q_position = num_cached_keys + o_q
     visible = m_n[:, None]
     if cfg.HAS_MASK:
         o_draft = o_n - num_cached_keys
-        p_mask_word = MASK + (q_begin + o_q)[None, :].to(tl.int64) * stride_mask_t + (o_draft >> 4)[:, None]
-        m_mask_word = (o_draft >= 0)[:, None] & visible & (o_q < seqlen_q)[None, :]
+        o_row = (mask_args.q_begin + o_q)[None, :].to(tl.int64) * mask_args.stride_mask_t
+        p_mask_word = mask_args.MASK + o_row + (o_draft >> 4)[:, None]
+        m_mask_word = (o_draft >= 0)[:, None] & visible & (o_q < mask_args.seqlen_q)[None, :]
         mask_word = tl.load(p_mask_word, mask=m_mask_word, other=0).to(tl.int32)
         mask_bit = (mask_word >> (o_draft & 15)[:, None]) & 1
         visible = visible & ((o_draft < 0)[:, None] | (mask_bit == 1))
@@ -209,17 +226,18 @@ def visible_mask_n_by_m(n_block, num_keys, seqlen_q, row_begin, q_begin, m_n, MA
         visible = visible & (o_n[:, None] <= q_position[None, :])
     if cfg.WINDOW > 0:
         visible = visible & (o_n[:, None] > q_position[None, :] - cfg.WINDOW)
+    if cfg.LIST.AS_PAGES:
+        visible = visible & is_before_cut(o_n, mask_args.num_keys, mask_args.first_cut_key, cfg)[:, None]
     return visible
 
 
 @triton.jit
-def compute_scores(K, k_scales, MASK, q, score_scale, softcap, page_id, n_block, num_keys, seqlen_q, row_begin,
-                   q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, I_UNROLL: tl.constexpr,
-                   MASKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
+def compute_scores(K, k_scales, q, score_scale, softcap, page_id, n_block, mask_args, h, stride_k_p, stride_k_s,
+                   stride_k_h, I_UNROLL: tl.constexpr, MASKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
     """Returns scores [BLOCK_N, BLOCK_M] of n_block in units of log2. k_scales: stored, one entry per unrolled block."""
     K_FORMAT: tl.constexpr = cfg.K
     PACK: tl.constexpr = K_FORMAT.PACK
-    m_n = keys_in_range_or_visible(page_id, n_block, num_keys, cfg)
+    m_n = keys_in_range_or_visible(page_id, n_block, mask_args.num_keys, cfg)
     # QK
     k = load_kv_block(K, page_id, n_block, m_n, stride_k_p, stride_k_s, stride_k_h, h, cfg.BLOCK_D, cfg.PACKED_K,
                       cfg.K_ROWS_PER_PAGE, cfg.K_ROWS_PER_HEAD, K_FORMAT.STRIDE_UNIT, MASKED, cfg)  # fmt: skip
@@ -246,11 +264,7 @@ def compute_scores(K, k_scales, MASK, q, score_scale, softcap, page_id, n_block,
     if cfg.LIST.LENGTH >= 0:
         s = tl.where(m_n[:, None], s, float("-inf"))
     elif MASKED:
-        s = tl.where(
-            visible_mask_n_by_m(n_block, num_keys, seqlen_q, row_begin, q_begin, m_n, MASK, stride_mask_t, cfg),
-            s,
-            float("-inf"),
-        )
+        s = tl.where(visible_mask_n_by_m(n_block, m_n, mask_args, cfg), s, float("-inf"))
     return s
 
 
@@ -274,9 +288,8 @@ def load_v_blocks(
 
 @triton.jit
 def accumulate_pv(
-    acc_o, v, v_scales, p, n_block, num_keys, seqlen_q, I_UNROLL: tl.constexpr, MASKED: tl.constexpr,
-    cfg: tl.constexpr,
-):  # fmt: skip
+    acc_o, v, v_scales, p, n_block, mask_args, I_UNROLL: tl.constexpr, MASKED: tl.constexpr, cfg: tl.constexpr
+):
     """Returns acc_o + Vᵀ P for key block n_block, p [BLOCK_N, BLOCK_M]. acc_o: PACK tiles [BLOCK_DV, BLOCK_M]."""
     PACK: tl.constexpr = cfg.PACK
     v = tl.trans(v)
@@ -292,19 +305,21 @@ def accumulate_pv(
         x = v[j]
         if MASKED and cfg.LIST.LENGTH < 0:  # rows of listed keys are loaded as 0 where they are not visible
             x = tl.where(
-                keys_visible_to_any_row(n_block, num_keys, seqlen_q, cfg)[None, :], x, 0.0
+                keys_visible_to_any_row(n_block, mask_args, cfg)[None, :], x, 0.0
             )  # an invalid slot may hold NaN, and 0 × NaN is NaN
         out = out + (tl.dot(x, p.to(x.dtype), acc=acc_o[j]),)
     return out
 
 
 @triton.jit
-def keys_visible_to_any_row(n_block, num_keys, seqlen_q, cfg: tl.constexpr):
+def keys_visible_to_any_row(n_block, mask_args, cfg: tl.constexpr):
     """Returns which keys of n_block [BLOCK_N] some row may see; pages before every row's window may have been freed."""
     o_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
-    valid = o_n < num_keys
+    valid = o_n < mask_args.num_keys
     if cfg.WINDOW > 0:
-        valid = valid & (o_n > num_keys - seqlen_q - cfg.WINDOW)
+        valid = valid & (o_n > mask_args.num_keys - mask_args.seqlen_q - cfg.WINDOW)
+    if cfg.LIST.AS_PAGES:
+        valid = valid & is_before_cut(o_n, mask_args.num_keys, mask_args.first_cut_key, cfg)
     return valid
 
 
@@ -313,22 +328,19 @@ def keys_visible_to_any_row(n_block, num_keys, seqlen_q, cfg: tl.constexpr):
 
 @triton.jit
 def v_scaled_scores_and_inv_v_scales_unrolled(
-    K, k_scales, v_scales, MASK, q, score_scale, softcap, page_ids, n_block, num_keys, seqlen_q, row_begin, q_begin,
-    h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, UNROLL: tl.constexpr, MASKED: tl.constexpr, cfg: tl.constexpr,
+    K, k_scales, v_scales, q, score_scale, softcap, page_ids, n_block, mask_args, h, stride_k_p, stride_k_s, stride_k_h,
+    UNROLL: tl.constexpr, MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """Returns scores of UNROLL key blocks, and reciprocals of the V scales (per-token formats; else empty)."""
     s, inv_v_scales = (), ()
     for j in tl.static_range(UNROLL):
-        x = compute_scores(K, k_scales, MASK, q, score_scale, softcap, page_ids[j], n_block + j, num_keys, seqlen_q,
-                           row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, j, MASKED,
-                           cfg)  # fmt: skip
+        x = compute_scores(K, k_scales, q, score_scale, softcap, page_ids[j], n_block + j, mask_args, h, stride_k_p,
+                           stride_k_s, stride_k_h, j, MASKED, cfg)  # fmt: skip
         if cfg.TOKEN_SCALES:
             # V's scale joins the exponent, so that the P that multiplies codes lies in (0, 1].
             safe_v_scales = tl.maximum(v_scales[j], 1e-30)
             if MASKED and cfg.LIST.LENGTH < 0:
-                safe_v_scales = tl.where(
-                    keys_visible_to_any_row(n_block + j, num_keys, seqlen_q, cfg), safe_v_scales, 1.0
-                )
+                safe_v_scales = tl.where(keys_visible_to_any_row(n_block + j, mask_args, cfg), safe_v_scales, 1.0)
             log2_v_scales, reciprocals = approx_log2_and_reciprocal(safe_v_scales, cfg)
             x += log2_v_scales[:, None]
             inv_v_scales = inv_v_scales + (reciprocals,)
@@ -338,7 +350,7 @@ def v_scaled_scores_and_inv_v_scales_unrolled(
 
 @triton.jit
 def softmax_and_pv_step(V, prefetched_v, v_scales, s, inv_v_scales, row_max, row_sum, acc_o, page_ids, n_block,
-                        num_keys, seqlen_q, h, stride_v_p, stride_v_s, stride_v_h, UNROLL: tl.constexpr,
+                        mask_args, h, stride_v_p, stride_v_s, stride_v_h, UNROLL: tl.constexpr,
                         V_MASKED: tl.constexpr, V_PREFETCHED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
     """Runs online softmax over the scores of UNROLL key blocks, then PV. V_PREFETCHED: V is in registers already."""
     PACK: tl.constexpr = cfg.PACK
@@ -365,21 +377,22 @@ def softmax_and_pv_step(V, prefetched_v, v_scales, s, inv_v_scales, row_max, row
         else:
             # Read from shared memory only now: earlier, packed V would hold registers through the softmax.
             v = load_v_blocks(
-                V, (page_ids[j],), n_block + j, num_keys, h, stride_v_p, stride_v_s, stride_v_h, 1, V_MASKED, cfg
-            )[0]
-        rescaled_acc = accumulate_pv(rescaled_acc, v, v_scales, p, n_block + j, num_keys, seqlen_q, j, V_MASKED, cfg)
+                V, (page_ids[j],), n_block + j, mask_args.num_keys, h, stride_v_p, stride_v_s, stride_v_h, 1, V_MASKED,
+                cfg,
+            )[0]  # fmt: skip
+        rescaled_acc = accumulate_pv(rescaled_acc, v, v_scales, p, n_block + j, mask_args, j, V_MASKED, cfg)
     return row_max_new, row_sum, rescaled_acc
 
 
 @triton.jit
 def mainloop_row_max_row_sum_acc_o(
-    K, V, K_SCALES, V_SCALES, key_source, MASK, q, score_scale, softcap, n_block_begin, n_block_end, num_keys, seqlen_q,
-    row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_k_scales_p,
-    stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, stride_mask_t,
-    cfg: tl.constexpr,
+    K, V, K_SCALES, V_SCALES, key_source, q, score_scale, softcap, n_block_begin, n_block_end, mask_args, h, stride_k_p,
+    stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_k_scales_p, stride_k_scales_s,
+    stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, cfg: tl.constexpr,
 ):  # fmt: skip
     """Returns (row_max, row_sum, PACK tiles acc_o [BLOCK_DV, BLOCK_M]) over key blocks [n_block_begin, n_block_end)."""
     PACK: tl.constexpr = cfg.PACK
+    num_keys, seqlen_q = mask_args.num_keys, mask_args.seqlen_q
     row_max = tl.full([cfg.BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, tl.float32)  # summed over keys only at the end
     acc_o = ()
@@ -392,6 +405,8 @@ def mainloop_row_max_row_sum_acc_o(
             tl.maximum(n_block_begin, tl.cdiv(tl.maximum(num_keys - cfg.WINDOW, 0), cfg.BLOCK_N)), n_block_end
         )
     num_unmasked_keys = num_keys - seqlen_q if cfg.HAS_MASK else num_keys - seqlen_q + 1
+    if cfg.LIST.AS_PAGES:
+        num_unmasked_keys = tl.minimum(num_unmasked_keys, mask_args.first_cut_key)
     unmasked_end = tl.maximum(tl.minimum(n_block_end, tl.maximum(num_unmasked_keys, 0) // cfg.BLOCK_N), unmasked_begin)
     unmasked_end = unmasked_begin + (unmasked_end - unmasked_begin) // cfg.UNROLL * cfg.UNROLL
     # Listed keys are masked where they are loaded: all of their blocks, one a step, take the pipelined loop.
@@ -418,8 +433,8 @@ def mainloop_row_max_row_sum_acc_o(
             key_source, n_block + cfg.UNROLL, num_keys, cfg.UNROLL, cfg
         )
         s, inv_v_scales = v_scaled_scores_and_inv_v_scales_unrolled(
-            K, k_scales, v_scales, MASK, q, score_scale, softcap, page_ids, n_block, num_keys, seqlen_q, row_begin,
-            q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, cfg.UNROLL, LISTED, cfg,
+            K, k_scales, v_scales, q, score_scale, softcap, page_ids, n_block, mask_args, h, stride_k_p, stride_k_s,
+            stride_k_h, cfg.UNROLL, LISTED, cfg,
         )  # fmt: skip
         next_k_scales, next_v_scales = load_stored_kv_scales_unrolled(
             K_SCALES, V_SCALES, next_page_ids, n_block + cfg.UNROLL, num_keys, h, stride_k_scales_p, stride_k_scales_s,
@@ -432,8 +447,8 @@ def mainloop_row_max_row_sum_acc_o(
                 True, cfg,
             )  # fmt: skip
         row_max, row_sum, acc_o = softmax_and_pv_step(V, v, v_scales, s, inv_v_scales, row_max, row_sum, acc_o,
-                                                      page_ids, n_block, num_keys, seqlen_q, h, stride_v_p,
-                                                      stride_v_s, stride_v_h, cfg.UNROLL, LISTED, cfg.REGISTER_PREFETCH,
+                                                      page_ids, n_block, mask_args, h, stride_v_p, stride_v_s,
+                                                      stride_v_h, cfg.UNROLL, LISTED, cfg.REGISTER_PREFETCH,
                                                       cfg)  # fmt: skip
         page_ids, k_scales, v_scales, v = next_page_ids, next_k_scales, next_v_scales, next_v
     # Masked key blocks, one at a time, unpipelined: QK, mask, online softmax, PV
@@ -450,12 +465,12 @@ def mainloop_row_max_row_sum_acc_o(
                 stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, 1, cfg,
             )  # fmt: skip
             s, inv_v_scales = v_scaled_scores_and_inv_v_scales_unrolled(
-                K, k_scales_here, v_scales_here, MASK, q, score_scale, softcap, page_ids_here, n_block, num_keys,
-                seqlen_q, row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, 1, True, cfg,
+                K, k_scales_here, v_scales_here, q, score_scale, softcap, page_ids_here, n_block, mask_args, h,
+                stride_k_p, stride_k_s, stride_k_h, 1, True, cfg,
             )  # fmt: skip
             row_max, row_sum, acc_o = softmax_and_pv_step(
-                V, (), v_scales_here, s, inv_v_scales, row_max, row_sum, acc_o, page_ids_here, n_block, num_keys,
-                seqlen_q, h, stride_v_p, stride_v_s, stride_v_h, 1, True, False, cfg,
+                V, (), v_scales_here, s, inv_v_scales, row_max, row_sum, acc_o, page_ids_here, n_block, mask_args, h,
+                stride_v_p, stride_v_s, stride_v_h, 1, True, False, cfg,
             )  # fmt: skip
     # Undo the scales of int4's tiles, which differ
     if cfg.CODE == INT4:

@@ -3,13 +3,13 @@ nor padding. Each list becomes a request of one query row, with the pages that t
 
 A block is one page, or several. The page that the row's position cuts comes last, as often as it is listed: an entry
 that stands twice counts twice. A length is int64: keys in the lower 32 bits, up to the end of the last cut page; above
-them how often the cut page repeats, 0 mostly. Kernels that read lengths as int32 see keys; `mask` of those that read
-whole lengths leaves out the ends of earlier cut pages.
+them how often the cut page repeats, 0 mostly. Kernels that read lengths as int32 see keys; masks leave out the ends of
+earlier cut pages, by `load_first_cut_key` and `is_before_cut`, of Gluon's kernels in `sm90/parts/mask`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,15 +18,17 @@ import triton
 import triton.language as tl
 
 from ...host import launch
-from ...host.bind import KernelLaunch, TensorArg, tensor_args
+from ...host.bind import HostAction, KernelLaunch, LaunchSequence, TensorArg, Workspace, tensor_args
 from ...host.kernel_config import KernelConfig
-from ...host.key_lists import KeyListConfig, key_list_args, key_list_config
+from ...host.key_lists import NO_LISTS, KeyListConfig, has_list_per_head, key_list_args, key_list_config
 from ...host.row_programs import uses_pdl
 from .key_lists import page_table_row_ptr_or_key_list
 from .token_rows import pdl_early_launch_and_wait
 
 PAGES, LENS = "listed_pages", "listed_lens"  # slices of the workspace: [Hx, T, pages] and [Hx, T]
+_MAX_PAGES = 1 << 26  # of all lists: 256 MB of workspace
 _MAX_BLOCK = 1024  # pages that are looked at together
+_ANY_LENGTH = 1 << 31  # of a list
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class ListedPagesConfig(KernelConfig):
     USE_PDL: bool
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_rows"])
+@triton.jit(do_not_specialize=["num_requests", "num_rows", "num_pages", "stride_list_t", "stride_list_h"])
 def list_visible_pages_kernel(
     PAGE_TABLE, INDICES, INDEX_LENS, LIST_SEQ_LENS, LIST_CU_SEQLENS_Q, PAGES_OUT, LENS_OUT, num_requests, num_rows,
     num_slots, num_pages, stride_table_b, stride_list_t, stride_list_h, stride_list_n, cfg: tl.constexpr,
@@ -57,7 +59,7 @@ def list_visible_pages_kernel(
     for i in range(0, tl.cdiv(num_pages, cfg.BLOCK)):
         o_page = i * cfg.BLOCK + tl.arange(0, cfg.BLOCK)
         i_entry = o_page // cfg.PAGES_PER_ENTRY
-        listed = i_entry < keys.num_entries
+        listed = (i_entry < keys.num_entries) & (o_page < num_pages)
         entry = tl.load(keys.p_entries + i_entry.to(tl.int64) * keys.stride, mask=listed, other=0).to(tl.int64)
         # An entry past the row's own position may be any number: no product before it is dropped.
         listed = listed & (entry >= 0) & (entry <= keys.last // cfg.LIST.BLOCK)
@@ -78,6 +80,60 @@ def list_visible_pages_kernel(
     tl.store(LENS_OUT + i_request, num_keys + (tl.maximum(num_cut - 1, 0).to(tl.int64) << 32))
 
 
+@triton.jit
+def load_first_cut_key(SEQ_LENS, i_request, num_keys, cfg: tl.constexpr):
+    """Returns the key from which on all pages of a request are the same cut one, or num_keys: one that is cut is the
+    last, unless a list has it several times."""
+    if cfg.LIST.AS_PAGES:
+        repeats = (tl.load(SEQ_LENS + i_request) >> 32).to(tl.int32)
+        first = ((num_keys + cfg.PAGE - 1) // cfg.PAGE - 1 - repeats) * cfg.PAGE
+        return tl.where(repeats > 0, first, num_keys)
+    else:
+        return num_keys
+
+
+@triton.jit
+def is_before_cut(o_n, num_keys, first_cut_key, cfg: tl.constexpr):
+    """Returns which keys do not lie behind the end of a cut page. All cut pages end where the last one does."""
+    keys_of_cut_page = (num_keys - 1) % cfg.PAGE + 1
+    return (o_n < first_cut_key) | (o_n % cfg.PAGE < keys_of_cut_page)
+
+
+def why_not_listed_pages(f: SimpleNamespace) -> str | None:
+    """Returns why lists of blocks cannot become page tables."""
+    page = f.k_cache.shape[1]
+    if f.block_size % page:
+        return f"wants lists of whole pages, of {page} tokens, got blocks of {f.block_size}"
+    pages = f.out.shape[0] * f.indices.shape[1] * num_listed_pages(f)
+    return f"wants lists of {_MAX_PAGES} pages in all, got {pages}" if pages > _MAX_PAGES else None
+
+
+def listed_pages_config(f: SimpleNamespace) -> KeyListConfig:
+    """Returns LIST of kernels that read these page tables; NO_LISTS without lists."""
+    return NO_LISTS if f.indices is None else KeyListConfig(AS_PAGES=True, PER_HEAD=has_list_per_head(f))
+
+
+def listed_pages_args(f: SimpleNamespace) -> dict[str, Any]:
+    """Returns the page table that lists became, in place of the call's. Every row is a request."""
+    return {
+        "PAGE_TABLE": TensorArg(PAGES), "SEQ_LENS": TensorArg(LENS), "stride_table_b": num_listed_pages(f),
+        "CU_SEQLENS_Q": None,
+    }  # fmt: skip
+
+
+def prepend_list_pages_launch(
+    f: SimpleNamespace, launches: LaunchSequence | HostAction, workspace_floats: int
+) -> LaunchSequence | HostAction:
+    """Returns the launches, behind that of listed pages if there are lists, which shares their workspace.
+
+    f: facts as the call has them; workspace_floats: of the launches
+    """
+    if f.indices is None or not launches.kernel_launches:
+        return launches
+    workspace = Workspace(workspace_floats, listed_pages_slices(f))
+    return LaunchSequence(list_pages_launch(f), *launches.kernel_launches, workspace=workspace)
+
+
 def list_pages_launch(f: SimpleNamespace) -> KernelLaunch:
     """Returns the launch; facts as the call has them."""
     page = f.k_cache.shape[1]
@@ -87,7 +143,9 @@ def list_pages_launch(f: SimpleNamespace) -> KernelLaunch:
         "num_pages": num_listed_pages(f),
     }  # fmt: skip
     block = min(max(launch.next_power_of_2(num_listed_pages(f)), 32), _MAX_BLOCK)
-    cfg = ListedPagesConfig(key_list_config(f), page, f.block_size // page, block, uses_pdl(f))
+    # num_pages bounds entries, so that lists of another length do not recompile.
+    lists = replace(key_list_config(f), LENGTH=_ANY_LENGTH)
+    cfg = ListedPagesConfig(lists, page, f.block_size // page, block, uses_pdl(f))
     options: dict[str, Any] = {"launch_pdl": True} if cfg.USE_PDL else {}
     grid = f.out.shape[0], f.indices.shape[1]
     return KernelLaunch(

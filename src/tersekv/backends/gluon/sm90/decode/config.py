@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from .....formats import BLOCK, TOKEN_HEAD, kv_format, pair_of
 from ....host import launch
+from ....host.key_lists import has_list_per_head
 from ..parts.tensor_maps import (
     MMA_KEYS,
     are_scales_copied_by_word,
@@ -73,11 +74,6 @@ def facts_with_head_dim_parts_as_heads(f: SimpleNamespace) -> SimpleNamespace:
         if fmt.scale == BLOCK:
             changed[name] = divided_block_scales(getattr(f, name))
     return SimpleNamespace(**vars(f) | changed, head_dim_parts=parts)
-
-
-def has_list_per_head(f: SimpleNamespace) -> bool:
-    """Returns whether each KV head has a list of blocks of its own."""
-    return f.indices is not None and f.indices.shape[1] > 1
 
 
 def num_query_rows(f: SimpleNamespace) -> int:

@@ -12,7 +12,7 @@ With KEY_PARTS a CTA has one head, and parts of its keys take the place of heads
 each part, those of part p from key 16 (KEY_PARTS j + p) of the n_block on. Each part has a softmax of its own; they are
 combined in shared memory at the end of a work tile (`key_parts`).
 
-With LIST_PER_HEAD page table and lengths are [HEADS, B]: each KV head has a list of a row's pages
+With LIST.PER_HEAD page table and lengths are [HEADS, B]: each KV head has a list of a row's pages
 (`triton/parts/listed_pages`), and CTA ranges by its own lengths.
 
 Mask: `compute_masked_log2_scores_of_mma_tile`. Free stage: the barrier before `start_kv_block_copies_at_position`.
@@ -617,10 +617,10 @@ def store_split_metadata(p_metadata, num_splits, tile_first_range):
 
 
 @gluon.jit
-def page_table_and_lengths(PAGE_TABLE, SEQ_LENS, first_request, stride_table_b, tile_cfg: gl.constexpr):
+def page_table_and_lengths(PAGE_TABLE, SEQ_LENS, first_request, stride_table_b, cfg: gl.constexpr):
     """Returns the page table and the lengths of the CTA's heads. Where each head has a list, they begin with
     first_request."""
-    if tile_cfg.LIST_PER_HEAD:
+    if cfg.LIST.PER_HEAD:
         SEQ_LENS += first_request
         PAGE_TABLE += first_request.to(gl.int64) * stride_table_b
     return PAGE_TABLE, SEQ_LENS
@@ -638,7 +638,7 @@ def decode_small_m_or_shared_tiles_kernel(
     i_cta = gl.program_id(0)
     i_range, num_ranges = i_cta // tile_cfg.HEAD_GROUPS, gl.num_programs(0) // tile_cfg.HEAD_GROUPS
     first_head = i_cta % tile_cfg.HEAD_GROUPS * tile_cfg.KV_HEADS_PER_CTA
-    PAGE_TABLE, SEQ_LENS = page_table_and_lengths(PAGE_TABLE, SEQ_LENS, first_head * B, stride_table_b, tile_cfg)
+    PAGE_TABLE, SEQ_LENS = page_table_and_lengths(PAGE_TABLE, SEQ_LENS, first_head * B, stride_table_b, cfg)
     tensors = AttentionTensors(
         Q, SEQ_LENS, CU_SEQLENS_Q, MASK, SINKS, OUT, LSE, SPLIT_WORKSPACE,
         split_metadata_ptr(SPLIT_WORKSPACE, num_ranges * cfg.HEADS, cfg),

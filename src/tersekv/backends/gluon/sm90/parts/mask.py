@@ -22,7 +22,7 @@ class MaskArgs(NamedTuple):
 def load_first_cut_key(SEQ_LENS, i_request, num_keys, cfg: gl.constexpr):
     """Returns the key from which on all pages of a request are the same cut one, or num_keys: one that is cut is the
     last, unless a list has it several times (`triton/parts/listed_pages`)."""
-    if cfg.LIST.LENGTH < 0:
+    if not cfg.LIST.AS_PAGES:
         return num_keys
     else:
         repeats = (gl.load(SEQ_LENS + i_request) >> 32).to(gl.int32)
@@ -54,7 +54,7 @@ def is_visible(o_n, q_token, mask_args, cfg: gl.constexpr):
         visible = visible & (o_n <= o_position)
     if cfg.WINDOW > 0:
         visible = visible & (o_n > o_position - cfg.WINDOW)
-    if cfg.LIST.LENGTH >= 0:
+    if cfg.LIST.AS_PAGES:
         visible = visible & is_before_cut(o_n, mask_args, cfg)
     return visible
 
@@ -80,7 +80,7 @@ def keys_visible_to_any_row_mask(o_n, num_keys, seqlen_q, cfg: gl.constexpr):
 def keys_visible_to_any_row(o_n, mask_args, cfg: gl.constexpr):
     """Returns `keys_visible_to_any_row_mask`, without what lies behind the ends of cut pages."""
     valid = keys_visible_to_any_row_mask(o_n, mask_args.num_keys, mask_args.seqlen_q, cfg)
-    if cfg.LIST.LENGTH >= 0:
+    if cfg.LIST.AS_PAGES:
         valid = valid & is_before_cut(o_n, mask_args, cfg)
     return valid
 
@@ -92,7 +92,7 @@ def unmasked_n_block_range(request, first_cut_key, cfg: gl.constexpr):
     if cfg.WINDOW > 0:
         unmasked_begin = (gl.maximum(request.num_keys - cfg.WINDOW, 0) + cfg.BLOCK_N - 1) // cfg.BLOCK_N
     num_unmasked_keys = request.num_keys - request.seqlen_q if cfg.HAS_MASK else request.num_keys - request.seqlen_q + 1
-    if cfg.LIST.LENGTH >= 0:
+    if cfg.LIST.AS_PAGES:
         num_unmasked_keys = gl.minimum(num_unmasked_keys, first_cut_key)
     return unmasked_begin, gl.maximum(num_unmasked_keys, 0) // cfg.BLOCK_N
 

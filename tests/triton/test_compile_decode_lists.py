@@ -1,0 +1,77 @@
+"""Paged decode over lists of whole pages, compiled for chips that are not there: a launch writes the page tables that
+dense decode's kernel reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from compile_tools import compile_launches
+from drawn import half
+from test_compile_decode import call_of
+
+from tersekv.backends.host.key_lists import NO_LISTS
+from tersekv.backends.triton import attention
+from tersekv.backends.triton.decode import entry as decode
+from tersekv.calls import AttentionCall
+from tersekv.dispatch import checks
+from tersekv.dispatch.plan import facts
+
+FORMATS = ("fp8_e4m3", "bf16", "int8_per_token_head", "nvfp4", "int4_per_token_head", "fp8_per_token_head")
+ARCHS = (80, 90, 120, "gfx942")
+
+
+def listed(call: AttentionCall, n: int = 16, block: int = 128, each_head: bool = True) -> AttentionCall:
+    lists = call.k_cache.shape[2] if each_head else 1
+    return call._replace(indices=torch.zeros(len(call.q), lists, n, dtype=torch.int32), block_size=block)
+
+
+def config_of(call: AttentionCall, arch: int | str) -> decode.Config:
+    f = facts("decode", call, arch=arch if isinstance(arch, int) else None)
+    checks.facts(f)
+    return attention.configure(f)
+
+
+def compiled(call: AttentionCall, arch: int | str) -> list[dict]:
+    return compile_launches(attention.run, call, config_of(call, arch), arch)
+
+
+@pytest.mark.parametrize(("fmt", "arch", "each_head"), half(FORMATS, ARCHS, (True, False)))
+def test_as_tuned_as_dense_decode(fmt, arch, each_head):
+    """The tiles, copies and registers of dense decode over as many keys, up to the few of the cut pages' mask."""
+    call, dense = listed(call_of(fmt), each_head=each_head), call_of(fmt, max_pages=32)
+    found, want = config_of(call, arch).constants, config_of(dense, arch).constants
+    assert each_head == found.LIST.PER_HEAD
+    assert replace(found, LIST=NO_LISTS, USE_PDL=False) == want
+    pages, split, combine = compiled(call, arch)
+    assert pages["name"] == "list_visible_pages_kernel"
+    assert pages["grid"] == (2, 8 if each_head else 1, 1)
+    assert max(pages["n_spills"], combine["n_spills"]) == 0
+    assert split["n_spills"] <= compiled(dense, arch)[0]["n_spills"] + 16
+    if arch in (90, 120):
+        assert "griddepcontrol.wait" in split["ptx"], "it begins while lists are written"
+
+
+@pytest.mark.parametrize("options", [
+    {"page_size": 16}, {"page_size": 128}, {"head_dim": 256}, {"page_size": 48, "block": 96}, {"n": 200},
+    {"page_size": 1, "block": 1, "n": 70},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("fmt", "arch"), [("fp8_e4m3", 90), ("int8_per_token_head", 80), ("nvfp4", 120)])
+def test_other_pages_and_heads(fmt, arch, options):
+    options = dict(options)
+    n, block = options.pop("n", 16), options.pop("block", 128)
+    pages = n * block // options.get("page_size", 64)
+    split = compiled(listed(call_of(fmt, **options), n, block), arch)[1]
+    dense = compiled(call_of(fmt, max_pages=pages, **options), arch)[0]
+    assert split["n_spills"] <= dense["n_spills"] + 16
+
+
+def test_lists_of_another_length_do_not_recompile():
+    """Nor do requests of another length: what changes is an argument that Triton does not specialise on."""
+    first, other = (config_of(listed(call_of("fp8_e4m3"), n), 90).launches.kernel_launches[0] for n in (9, 16))
+    free = {p.name for p in first.launch.fn.params if p.do_not_specialize}
+    changed = {name for name, x in first.arguments.items() if other.arguments[name] != x}
+    assert changed == {"num_pages", "stride_list_t", "stride_list_h"}
+    assert changed <= free
+    assert first.launch.options == other.launch.options
