@@ -1,4 +1,4 @@
-"""Portable decode over lists of whole pages, which become page tables: against fp64, a kernel that looks up every key,
+"""Portable decode over lists of blocks that become page tables: against fp64, a kernel that looks up every key,
 dense decode, and in graphs."""
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ def test_formats(fmt, lens, each_head):
         {"page": 128},
         {"page": 3, "block_size": 96, "lists": "again", "listed": 40},
         {"page": 1, "block_size": 1, "listed": 200, "lists": "again"},
+        {"page": 256, "block_size": 64},
+        {"page": 48, "block_size": 16, "lists": "again", "listed": 70, "layout": "HND"},
         {"dim": 256},
         {"dim": 80, "dim_v": 64},
         {"scales": "tail"},

@@ -29,6 +29,9 @@ VARIANTS = [
     replace(EACH, name="again, page of four key blocks", lists="again", page=256, block_size=256, lens=(700, 900)),
     replace(BASE, name="again, one list", lists="again", listed=9, block_size=128, page=64, list_lens=True),
     replace(BASE, name="again, pages of 3", lists="again", listed=50, page=3, block_size=96, group=1),
+    replace(EACH, name="parts of pages", page=64, block_size=16, sinks=True),
+    replace(EACH, name="parts of pages as long as a key block", page=128, block_size=64, lens=(700, 5, 0, 600)),
+    replace(BASE, name="thirds of pages, again", page=48, lists="again", listed=30, layout="HND", scales="tail"),
     replace(BASE, name="tokens in pages of one", page=1, block_size=1, listed=70, each_head=True, lists="again"),
     replace(BASE, name="shared by drafts", lists="shared", lens=(150,), q_lens=(20,), each_head=True),
     replace(BASE, name="drafts", lens=(137, 4, 3, 70), q_lens=(3, 3, 3, 3), each_head=True, list_lens=True, group=8),
@@ -63,11 +66,12 @@ def test_case(case):
     [
         replace(BASE, block_size=8),
         replace(BASE, block_size=24),
-        replace(BASE, page=64, block_size=16),
+        replace(BASE, page=40, block_size=16),
+        replace(BASE, page=64, block_size=8),
         replace(BASE, batch_invariant=True),
         replace(BASE, listed=0),
     ],
-    ids=("half pages", "pages and a half", "parts of pages", "batch invariant", "no entries"),
+    ids=("half pages", "pages and a half", "parts that do not fit", "short parts", "batch invariant", "no entries"),
 )
 def test_other_lists_are_looked_up_key_by_key(other):
     assert not config_of(other).constants.LIST.AS_PAGES

@@ -12,6 +12,7 @@ from tersekv.backends.triton.parts.listed_pages import (
     LENS,
     PAGES,
     list_pages_launch,
+    listed_page_size,
     listed_pages_slices,
     num_listed_pages,
 )
@@ -31,12 +32,14 @@ CASES = [
     replace(BASE, name="drafts", lens=(137, 4, 3, 70), q_lens=(3, 3, 3, 3), each_head=True, list_lens=True),
     replace(BASE, name="ragged", lens=(137, 40, 0, 70), q_lens=(20, 1, 0, 17), ragged=True, lists="again"),
     replace(BASE, name="ragged, slack", lens=(137, 40), q_lens=(9, 1), ragged=True, slack=5, block_size=48),
+    replace(BASE, name="parts of pages", page=64, each_head=True, list_lens=True),
+    replace(BASE, name="thirds of pages, again", page=48, lists="again", listed=50, lens=(137, 1, 0, 230, 65)),
     replace(BASE, name="more than one step", lens=(2000, 5, 1900), listed=300, block_size=64, lists="again"),
 ]
 
 
 def keys_of_kernels(pages: list[int], length: int, page: int) -> list[tuple[int, int]]:
-    """(page, slot) of the keys that kernels see: `mask.load_first_cut_key`, `mask.is_before_cut`."""
+    """(page, slot) of the keys that kernels see: `load_first_cut_key`, `is_before_cut`."""
     num_keys, repeats = length & 0xFFFFFFFF, length >> 32
     first_cut_key = (-(-num_keys // page) - 1 - repeats) * page if repeats else num_keys
     slots_of_cut_page = (num_keys - 1) % page + 1
@@ -52,18 +55,20 @@ def test_case(case):
     tables, lens = getattr(tensors, PAGES).fill_(-7), getattr(tensors, LENS).fill_(-7)
     list_pages_launch(f)(tensors)
     assert tables.shape == (call.indices.shape[1], len(call.out), num_listed_pages(f))
+    page = listed_page_size(f)
+    parts = case.page // page
     for h in range(call.indices.shape[1]):
         index_lens = call.index_lens
         if index_lens is not None and index_lens.dim() == 2:
             index_lens = index_lens[:, h if index_lens.shape[1] > 1 else 0]
         for t, (b, last) in enumerate(row_places(call)):
             want = [
-                (int(call.page_table[b, j // case.page]), j % case.page)
+                (int(call.page_table[b, j // case.page]) * parts + j % case.page // page, j % page)
                 for j in positions(_used(call.indices[:, h], index_lens, t), last, case.block_size)
             ]
-            got = keys_of_kernels(tables[h, t].tolist(), int(lens[h, t]), case.page)
+            got = keys_of_kernels(tables[h, t].tolist(), int(lens[h, t]), page)
             assert sorted(got) == sorted(want), (h, t)
-            used = -(-(int(lens[h, t]) & 0xFFFFFFFF) // case.page)
+            used = -(-(int(lens[h, t]) & 0xFFFFFFFF) // page)
             assert (tables[h, t, used:] == -7).all(), "nothing is stored behind"
     assert bool((lens >> 32).any()) == (case.lists == "again"), "a page that is cut repeats"
 

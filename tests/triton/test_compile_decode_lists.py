@@ -4,6 +4,7 @@ dense decode's kernel reads."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,16 +56,31 @@ def test_as_tuned_as_dense_decode(fmt, arch, each_head):
 
 @pytest.mark.parametrize("options", [
     {"page_size": 16}, {"page_size": 128}, {"head_dim": 256}, {"page_size": 48, "block": 96}, {"n": 200},
-    {"page_size": 1, "block": 1, "n": 70},
+    {"page_size": 1, "block": 1, "n": 70}, {"page_size": 256, "block": 64}, {"page_size": 64, "block": 16},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize(("fmt", "arch"), [("fp8_e4m3", 90), ("int8_per_token_head", 80), ("nvfp4", 120)])
 def test_other_pages_and_heads(fmt, arch, options):
     options = dict(options)
     n, block = options.pop("n", 16), options.pop("block", 128)
-    pages = n * block // options.get("page_size", 64)
-    split = compiled(listed(call_of(fmt, **options), n, block), arch)[1]
-    dense = compiled(call_of(fmt, max_pages=pages, **options), arch)[0]
+    call, page = listed(call_of(fmt, **options), n, block), min(block, options.pop("page_size", 64))
+    split, dense_call = compiled(call, arch)[1], call_of(fmt, max_pages=n * block // page, page_size=page, **options)
+    dense = compiled(dense_call, arch)[0]
+    assert config_of(call, arch).constants.USE_TMA == config_of(dense_call, arch).constants.USE_TMA
     assert split["n_spills"] <= dense["n_spills"] + 16
+
+
+def test_parts_of_pages_are_counted_in_32_bits():
+    f = facts("decode", listed(call_of("fp8_e4m3"), block=16), arch=90)
+    assert decode.reads_listed_pages(f)
+    for pages, is_read in ((2**29 - 1, True), (2**29, False)):
+        cache = f.k_cache._replace(shape=(pages, *f.k_cache.shape[1:]))
+        assert decode.reads_listed_pages(SimpleNamespace(**vars(f) | {"k_cache": cache})) == is_read
+
+
+def test_lists_of_more_pages_than_the_workspace_holds_are_looked_up_key_by_key():
+    for n, is_read in ((1 << 22, True), ((1 << 22) + 1, False)):  # 2 requests of 8 heads
+        call = listed(call_of("fp8_e4m3"), n, block=64)
+        assert is_read == config_of(call, 90).constants.LIST.AS_PAGES
 
 
 def test_lists_of_another_length_do_not_recompile():

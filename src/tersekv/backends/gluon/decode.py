@@ -210,6 +210,9 @@ def _why_stored_scales_cannot_be_copied(f: SimpleNamespace, heads_per_cta: int, 
 
 def _why_not_with_lists(f: SimpleNamespace) -> str | None:
     """Returns why these kernels cannot read lists of blocks."""
+    page = f.k_cache.shape[1]
+    if f.block_size % page:
+        return f"wants lists of whole pages, of {page} tokens, got blocks of {f.block_size}"
     if reason := why_not_listed_pages(f):
         return reason
     group = f.q.shape[1] // max(f.k_cache.shape[2], 1)

@@ -27,6 +27,7 @@ class KeyListConfig(KernelConfig):
     CAUSAL: bool = True  # positions past a row's own are not seen
     AS_PAGES: bool = False  # a launch before wrote lists as page tables, which are read in order: LENGTH is -1
     PER_HEAD: bool = False  # these page tables and lengths are [HEADS, B]
+    PARTS: int = 1  # of a page of the cache, each a page of these tables
 
 
 NO_LISTS = KeyListConfig()

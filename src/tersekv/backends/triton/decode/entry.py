@@ -55,6 +55,7 @@ from ..parts.kv_cache_args import (
     window_sinks_softcap_and_scale_constants,
 )
 from ..parts.listed_pages import (
+    facts_of_listed_pages,
     listed_pages_args,
     listed_pages_config,
     prepend_list_pages_launch,
@@ -141,8 +142,9 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def reads_listed_pages(f: SimpleNamespace) -> bool:
     """Returns whether a launch writes lists as page tables first, which are read as those of dense decode; else the
-    split pass looks up every key of a list: where blocks are no whole pages, where the tables would take much memory,
-    and batch invariant calls, whose choice of kernels may not depend on the number of rows."""
+    split pass looks up every key of a list: where blocks are neither whole pages nor equal parts of them, where the
+    tables would take much memory, and batch invariant calls, whose choice of kernels may not depend on the number of
+    rows."""
     return (
         f.indices is not None
         and f.indices.shape[-1] > 0
@@ -153,12 +155,11 @@ def reads_listed_pages(f: SimpleNamespace) -> bool:
 
 def configure(f: SimpleNamespace) -> Config:
     call_facts, as_pages, lists, list_args = f, reads_listed_pages(f), key_list_config(f), key_list_args(f, 0)
-    f = facts_with_listed_rows_as_requests(f, f.k_cache.shape[1])
+    f = facts_of_listed_pages(f) if as_pages else facts_with_listed_rows_as_requests(f, f.k_cache.shape[1])
     if as_pages:
-        f = SimpleNamespace(**vars(f) | {"indices": None})
         lists, list_args = listed_pages_config(call_facts), key_list_args(f, 0) | listed_pages_args(call_facts)
     t = choose_tile_config(facts_for_kernel_choice(f), pair_of(f)[0])
-    caches = _kv_host_descriptor_args_or_empty(f, t)
+    caches = _kv_host_descriptor_args_or_empty(call_facts, f, t)
     cfg = replace(kernel_constants(f, t, bool(caches)), LIST=lists, USE_PDL=as_pages and uses_pdl(f))
     options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.num_stages}
     if launch.has_ptx(f):
@@ -245,8 +246,13 @@ def _stride_args(f: SimpleNamespace) -> dict[str, int]:
     return found | {"stride_mask_t": f.mask.stride[0] if f.mask is not None else 0}
 
 
-def _kv_host_descriptor_args_or_empty(f: SimpleNamespace, tile: TileConfig) -> dict[str, TensorMapArg]:
-    """Returns K and V as tensor descriptors of 16-bit words where each is a matrix; else nothing (pointers)."""
+def _kv_host_descriptor_args_or_empty(
+    call_facts: SimpleNamespace, f: SimpleNamespace, tile: TileConfig
+) -> dict[str, TensorMapArg]:
+    """Returns K and V as tensor descriptors of 16-bit words where each is a matrix; else nothing (pointers).
+
+    call_facts: with the cache's own pages, not listed parts of them
+    """
     if f.indices is not None or not tile.use_tma or f.k_cache.shape[1] % tile.block_n or not launch.has_tma(f):
         return {}
     found = {}
@@ -254,7 +260,7 @@ def _kv_host_descriptor_args_or_empty(f: SimpleNamespace, tile: TileConfig) -> d
     for argument, name, x, fmt in sides:
         pack = pack_factor(fmt)
         words = x.shape[2] // pack
-        rows_pitch_columns = _rows_pitch_columns_in_16bit_words_or_none(getattr(f, name), words)
+        rows_pitch_columns = _rows_pitch_columns_in_16bit_words_or_none(getattr(call_facts, name), words)
         if rows_pitch_columns is None:
             return {}
         block = max(16, launch.next_power_of_2(words))

@@ -18,6 +18,7 @@ from ..parts.dequant import (
 from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
 from ..parts.key_lists import key_row_offsets, keys_in_range_or_visible, load_page_ids_or_pages_slots_and_visible
 from ..parts.listed_pages import is_before_cut
+from ..parts.page_table import pages_and_first_slots
 from ..parts.softcap import apply_softcap_to_log2_scores
 
 
@@ -139,13 +140,12 @@ def load_kv_block(X, page_ids, n_block, m_n, stride_page, stride_slot, stride_he
     columns.
     """
     if cfg.USE_TMA:
-        slot = (n_block % (cfg.PAGE // cfg.BLOCK_N)) * cfg.BLOCK_N
+        pages, first_slot = pages_and_first_slots(page_ids, cfg)
+        row = (pages * ROWS_PER_PAGE + first_slot).to(tl.int32) + (n_block % (cfg.PAGE // cfg.BLOCK_N)) * cfg.BLOCK_N
         if ROWS_PER_HEAD > 0:
-            return X.load([(page_ids * ROWS_PER_PAGE).to(tl.int32) + h * ROWS_PER_HEAD + slot, 0])
+            return X.load([row + h * ROWS_PER_HEAD, 0])
         else:
-            return X.load(
-                [(page_ids * ROWS_PER_PAGE).to(tl.int32) + slot, (h * stride_head * STRIDE_UNIT).to(tl.int32)]
-            )
+            return X.load([row, (h * stride_head * STRIDE_UNIT).to(tl.int32)])
     else:
         o_d = tl.arange(0, PACKED_COLUMNS_PAD)
         o_n = kv_row_offsets_in_elements(page_ids, n_block, h, stride_page, stride_slot, stride_head, STRIDE_UNIT, cfg)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .latent_rows import find_request_of_row_else_B
-from .page_table import load_block_or_per_key_page_ids, page_slots
+from .page_table import load_block_or_per_key_page_ids, page_slots, pages_and_first_slots
 
 
 class KeyList(NamedTuple):
@@ -110,7 +110,8 @@ def keys_in_range_or_visible(page_ids_or_listed_keys, n_block, num_keys, cfg: tl
 def key_row_offsets(page_ids_or_listed_keys, n_block, stride_page, stride_slot, cfg: tl.constexpr):
     """Returns the offsets of the rows of n_block, [BLOCK_N]."""
     if cfg.LIST.LENGTH < 0:
-        return page_ids_or_listed_keys * stride_page + page_slots(n_block, cfg) * stride_slot
+        pages, first_slots = pages_and_first_slots(page_ids_or_listed_keys, cfg)
+        return pages * stride_page + (first_slots + page_slots(n_block, cfg)) * stride_slot
     else:
         pages, slots = page_ids_or_listed_keys[PAGES], page_ids_or_listed_keys[SLOTS]
         return pages * stride_page + slots * stride_slot

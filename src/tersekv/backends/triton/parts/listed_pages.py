@@ -1,10 +1,11 @@
 """Lists of blocks (`indices`) as page tables: one launch before kernels that read pages, which know neither positions
 nor padding. Each list becomes a request of one query row, with the pages that the row sees side by side.
 
-A block is one page, or several. The page that the row's position cuts comes last, as often as it is listed: an entry
-that stands twice counts twice. A length is int64: keys in the lower 32 bits, up to the end of the last cut page; above
-them how often the cut page repeats, 0 mostly. Kernels that read lengths as int32 see keys; masks leave out the ends of
-earlier cut pages, by `load_first_cut_key` and `is_before_cut`, of Gluon's kernels in `sm90/parts/mask`.
+A block is one page, several, or one of the equal parts of a page, which are pages of these tables then. The page that
+the row's position cuts comes last, as often as it is listed: an entry that stands twice counts twice. A length is
+int64: keys in the lower 32 bits, up to the end of the last cut page; above them how often the cut page repeats, 0
+mostly. Kernels that read lengths as int32 see keys; masks leave out the ends of earlier cut pages, by
+`load_first_cut_key` and `is_before_cut`, of Gluon's kernels in `sm90/parts/mask`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ import triton.language as tl
 from ...host import launch
 from ...host.bind import HostAction, KernelLaunch, LaunchSequence, TensorArg, Workspace, tensor_args
 from ...host.kernel_config import KernelConfig
-from ...host.key_lists import NO_LISTS, KeyListConfig, has_list_per_head, key_list_args, key_list_config
+from ...host.key_lists import (
+    NO_LISTS,
+    KeyListConfig,
+    facts_with_listed_rows_as_requests,
+    has_list_per_head,
+    key_list_args,
+    key_list_config,
+)
 from ...host.row_programs import uses_pdl
 from .key_lists import page_table_row_ptr_or_key_list
 from .token_rows import pdl_early_launch_and_wait
@@ -29,12 +37,14 @@ PAGES, LENS = "listed_pages", "listed_lens"  # slices of the workspace: [Hx, T, 
 _MAX_PAGES = 1 << 26  # of all lists: 256 MB of workspace
 _MAX_BLOCK = 1024  # pages that are looked at together
 _ANY_LENGTH = 1 << 31  # of a list
+_MIN_PART = 16  # tokens: of fewer, a page id a key saves nothing
 
 
 @dataclass(frozen=True)
 class ListedPagesConfig(KernelConfig):
     LIST: KeyListConfig
-    PAGE: int
+    PAGE: int  # tokens of a listed page
+    PARTS: int  # listed pages of a page of the cache
     PAGES_PER_ENTRY: int
     BLOCK: int  # pages
     USE_PDL: bool
@@ -66,18 +76,25 @@ def list_visible_pages_kernel(
         position = tl.where(listed, entry, 0) * cfg.LIST.BLOCK + o_page % cfg.PAGES_PER_ENTRY * cfg.PAGE
         whole = listed & (position + cfg.PAGE - 1 <= keys.last)
         cut = listed & (position <= keys.last) & (position + cfg.PAGE - 1 > keys.last)
-        page = tl.load(keys.p_page_ids + position // cfg.PAGE, mask=whole, other=0).to(tl.int32)
+        page = load_listed_page_ids(keys.p_page_ids, position, whole, cfg)
         tl.store(p_pages + num_whole + tl.cumsum(whole.to(tl.int32), 0) - 1, page, mask=whole)
         num_whole += tl.sum(whole.to(tl.int32), 0)
         num_cut += tl.sum(cut.to(tl.int32), 0)
     # The page that the row's position cuts
-    cut_page = tl.load(keys.p_page_ids + keys.last // cfg.PAGE, mask=num_cut > 0, other=0).to(tl.int32)
+    cut_page = load_listed_page_ids(keys.p_page_ids, keys.last, num_cut > 0, cfg)
     for i in range(0, tl.cdiv(num_cut, cfg.BLOCK)):
         o_page = i * cfg.BLOCK + tl.arange(0, cfg.BLOCK)
         tl.store(p_pages + num_whole + o_page, cut_page + o_page * 0, mask=o_page < num_cut)
     num_keys = (num_whole + num_cut).to(tl.int64) * cfg.PAGE
     num_keys -= tl.where(num_cut > 0, cfg.PAGE - 1 - keys.last % cfg.PAGE, 0)
     tl.store(LENS_OUT + i_request, num_keys + (tl.maximum(num_cut - 1, 0).to(tl.int64) << 32))
+
+
+@triton.jit
+def load_listed_page_ids(p_page_ids, position, mask, cfg: tl.constexpr):
+    """Returns the ids of the listed pages that hold positions: page of the cache × PARTS + part."""
+    page = tl.load(p_page_ids + position // (cfg.PAGE * cfg.PARTS), mask=mask, other=0).to(tl.int32)
+    return page * cfg.PARTS + (position // cfg.PAGE % cfg.PARTS).to(tl.int32)
 
 
 @triton.jit
@@ -101,16 +118,30 @@ def is_before_cut(o_n, num_keys, first_cut_key, cfg: tl.constexpr):
 
 def why_not_listed_pages(f: SimpleNamespace) -> str | None:
     """Returns why lists of blocks cannot become page tables."""
-    page = f.k_cache.shape[1]
-    if f.block_size % page:
-        return f"wants lists of whole pages, of {page} tokens, got blocks of {f.block_size}"
+    page, block = f.k_cache.shape[1], f.block_size
+    if block % page and (page % block or block < _MIN_PART):
+        parts = f"of equal parts of {_MIN_PART} tokens or more"
+        return f"wants lists of whole pages, of {page} tokens, or {parts}, got blocks of {block}"
+    if f.k_cache.shape[0] * (page // listed_page_size(f)) >= 2**31:
+        return f"wants parts of pages that int32 counts, got {f.k_cache.shape[0]} pages of {page} tokens"
     pages = f.out.shape[0] * f.indices.shape[1] * num_listed_pages(f)
     return f"wants lists of {_MAX_PAGES} pages in all, got {pages}" if pages > _MAX_PAGES else None
 
 
 def listed_pages_config(f: SimpleNamespace) -> KeyListConfig:
     """Returns LIST of kernels that read these page tables; NO_LISTS without lists."""
-    return NO_LISTS if f.indices is None else KeyListConfig(AS_PAGES=True, PER_HEAD=has_list_per_head(f))
+    if f.indices is None:
+        return NO_LISTS
+    return KeyListConfig(AS_PAGES=True, PER_HEAD=has_list_per_head(f), PARTS=f.k_cache.shape[1] // listed_page_size(f))
+
+
+def facts_of_listed_pages(f: SimpleNamespace) -> SimpleNamespace:
+    """Returns the facts by which kernels that read these page tables are chosen: those of dense decode over pages of
+    this size, a row a request."""
+    size, requests = listed_page_size(f), facts_with_listed_rows_as_requests(f, listed_page_size(f))
+    caches = {name: getattr(f, name) for name in ("k_cache", "v_cache")}
+    sizes = {name: x._replace(shape=(x.shape[0], size, *x.shape[2:])) for name, x in caches.items()}
+    return SimpleNamespace(**vars(requests) | sizes | {"indices": None})
 
 
 def listed_pages_args(f: SimpleNamespace) -> dict[str, Any]:
@@ -136,7 +167,7 @@ def prepend_list_pages_launch(
 
 def list_pages_launch(f: SimpleNamespace) -> KernelLaunch:
     """Returns the launch; facts as the call has them."""
-    page = f.k_cache.shape[1]
+    page = listed_page_size(f)
     arguments: dict[str, Any] = tensor_args(PAGE_TABLE="page_table") | key_list_args(f, 0)
     arguments = {name: x for name, x in arguments.items() if name in list_visible_pages_kernel.arg_names} | {
         "PAGES_OUT": TensorArg(PAGES), "LENS_OUT": TensorArg(LENS), "num_rows": f.out.shape[0],
@@ -145,7 +176,7 @@ def list_pages_launch(f: SimpleNamespace) -> KernelLaunch:
     block = min(max(launch.next_power_of_2(num_listed_pages(f)), 32), _MAX_BLOCK)
     # num_pages bounds entries, so that lists of another length do not recompile.
     lists = replace(key_list_config(f), LENGTH=_ANY_LENGTH)
-    cfg = ListedPagesConfig(lists, page, f.block_size // page, block, uses_pdl(f))
+    cfg = ListedPagesConfig(lists, page, f.k_cache.shape[1] // page, f.block_size // page, block, uses_pdl(f))
     options: dict[str, Any] = {"launch_pdl": True} if cfg.USE_PDL else {}
     grid = f.out.shape[0], f.indices.shape[1]
     return KernelLaunch(
@@ -155,7 +186,12 @@ def list_pages_launch(f: SimpleNamespace) -> KernelLaunch:
 
 def num_listed_pages(f: SimpleNamespace) -> int:
     """Returns the pages of a list, all visible."""
-    return f.indices.shape[-1] * (f.block_size // f.k_cache.shape[1])
+    return f.indices.shape[-1] * (f.block_size // listed_page_size(f))
+
+
+def listed_page_size(f: SimpleNamespace) -> int:
+    """Returns the tokens of a listed page: a page of the cache, or a part of it that is a block."""
+    return min(f.block_size, f.k_cache.shape[1])
 
 
 def listed_pages_slices(f: SimpleNamespace) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

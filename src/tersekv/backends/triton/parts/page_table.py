@@ -17,6 +17,16 @@ def load_block_or_per_key_page_ids(p_page_ids, n_block, num_keys, cfg: tl.conste
 
 
 @triton.jit
+def pages_and_first_slots(page_ids, cfg: tl.constexpr):
+    """Returns the pages of the cache, and the slots in them with which pages of the table begin: 0, unless these are
+    parts of pages (`listed_pages`)."""
+    if cfg.LIST.PARTS > 1:
+        return page_ids // cfg.LIST.PARTS, page_ids % cfg.LIST.PARTS * cfg.PAGE
+    else:
+        return page_ids, 0
+
+
+@triton.jit
 def page_slots(n_block, cfg: tl.constexpr):
     """Returns the slot in its page of each key of n_block; the same in every block if PAGE divides BLOCK_N."""
     if cfg.BLOCK_N % cfg.PAGE == 0:
