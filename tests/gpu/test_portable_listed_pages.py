@@ -1,5 +1,5 @@
-"""Portable decode over lists of blocks that become page tables: against fp64, a kernel that looks up every key,
-dense decode, and in graphs."""
+"""Portable decode over lists of blocks that become page tables: against fp64, the kernel that looks up every key, dense
+decode, and in graphs."""
 
 from __future__ import annotations
 

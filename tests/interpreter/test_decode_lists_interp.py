@@ -1,4 +1,4 @@
-"""Paged decode over lists of whole pages, interpreted, against the fp64 reference: lists become page tables."""
+"""Paged decode over lists of blocks that become page tables, interpreted, against the fp64 reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged decode over lists of whole pages, compiled for chips that are not there: a launch writes the page tables that
+"""Paged decode over lists of blocks, compiled for chips that are not there: a launch writes the page tables that
 dense decode's kernel reads."""
 
 from __future__ import annotations
