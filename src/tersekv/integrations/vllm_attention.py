@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -32,10 +33,22 @@ from .vllm_checkpoint import layer_number, layer_with, quantised_layers, require
 from .vllm_connectors import refuse_other_block_sizes, takes_tokens
 from .vllm_pages import BLOCK_STEP, FORMATS, Kind, holds_scales, kind_of, known, pages_of, pages_shape, with_scales
 from .vllm_saved import cache_dtype_of, index_of, layers_of
-from .vllm_warm_up import DECODE_ROWS, JOBS, Limits, compile_early, decode_rows_of, first_jobs, limits_of, warm_up
+from .vllm_warm_up import (
+    DECODE_ROWS,
+    JOBS,
+    Limits,
+    compile_early,
+    decode_rows_of,
+    first_jobs,
+    limits_of,
+    postpone,
+    run_postponed,
+    warm_up,
+)
 
 # Rows of a request that may see each other: a mask says so, bit by bit.
 MASKED_ROWS = 64
+JOBS_OF_GRAPHS, JOBS_WITHOUT_PROMPTS = JOBS[:1], JOBS[:2]
 
 
 class TersekvBackend(AttentionBackend):
@@ -165,8 +178,9 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
         self.has_tails = holds_scales(kv_cache_spec)
         self.everything: dict[int, list[Tensor]] = {}
         self.limits = limits_of(vllm_config)
-        # Runner 2 follows its graphs by a batch of prompts; others have no other batch before the first request.
-        self.jobs_of_graphs = JOBS[:1] if getattr(vllm_config, "use_v2_model_runner", False) else JOBS
+        # Runner 2 follows its graphs by two batches, and compiles kernels of its own for long between them; others have
+        # no batch between a graph's capture and the first request.
+        self.waits_little = bool(getattr(vllm_config, "use_v2_model_runner", False))
         # Its query lengths are computed on the device and copied to the host without waiting for them.
         if getattr(getattr(vllm_config, "cache_config", None), "kv_sharing_fast_prefill", False):
             raise NotImplementedError("kv_sharing_fast_prefill: want False, tersekv attends to every row of a prompt")
@@ -174,6 +188,7 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> TersekvMetadata:
         """common_prefix_len is a hint, for backends that attend to a common prefix once: nothing depends on it here."""
         m = common_attn_metadata
+        run_postponed()
         if self.has_tails:
             refuse_other_block_sizes()
         _refuse_what_is_no_causal_batch(m)
@@ -196,10 +211,12 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
         return TersekvMetadata(
             m.num_actual_tokens, m.seq_lens, m.block_table_tensor, m.slot_mapping, rows, few, ragged,
             rest, max(counts[few:], default=0), self.limits, m.causal,
+            JOBS_WITHOUT_PROMPTS if self.waits_little and few == len(counts) else JOBS,
         )  # fmt: skip
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> TersekvMetadata:
-        return replace(super().build_for_cudagraph_capture(common_attn_metadata), jobs=self.jobs_of_graphs)
+        captured = super().build_for_cudagraph_capture(common_attn_metadata)
+        return replace(captured, jobs=JOBS_OF_GRAPHS if self.waits_little else JOBS)
 
     def _mask(self, rows: int, most: int, device: torch.device) -> Tensor:
         """Every row of a request sees every other [rows, W]: of tensors that outlive captured graphs."""
@@ -384,8 +401,13 @@ class TersekvImpl(AttentionImpl):
             [x.shape if isinstance(x, Tensor) else x for x in options.values()],
         )  # fmt: skip
         jobs = first_jobs(kind, query.device, m.jobs)
-        if jobs:
-            warm_up(query, pages, m, self._brings_rows(query), options, self._windows_of_layers_alike(), jobs)
+        if not jobs:
+            return
+        windows = self._windows_of_layers_alike()
+        do = partial(warm_up, query, pages, m, self._brings_rows(query), options, windows)
+        do(jobs)
+        if m.jobs == JOBS_WITHOUT_PROMPTS:  # which the next batch may bring
+            postpone(lambda: do(first_jobs(kind, query.device, JOBS)))
 
     def _windows_of_layers_alike(self, *unlisted: TersekvImpl) -> set[int | None]:
         """Of layers with the same heads and cache dtype: kernels of others are compiled with their own first batch."""

@@ -34,6 +34,7 @@ ANY_SCALE = 1.0  # softmax_scale of calls to compile for: no kernel depends on i
 _log = logging.getLogger("tersekv")
 _compiled: set[str] = set()  # what layers of this process were compiled for
 _early: dict[str, threading.Thread] = {}  # likewise, before there were pages
+_postponed: list[Callable[[], None]] = []  # what a batch does not need itself
 Job = Callable[..., Iterator[partial]]
 
 
@@ -126,7 +127,19 @@ def warm_up_latents(q: tuple[Tensor, ...], pages: PagedLatentLayer, metadata: An
 
 def first_jobs(kind: Any, device: torch.device, wanted: Collection[Job]) -> list[Job]:
     """Returns those jobs that were not done yet in this process for such a layer (`first_time`)."""
-    return [job for job in wanted if first_time(_key(job, kind), device)]
+    kind = repr(kind)
+    return [job for job in wanted if first_time(f"{job.__name__} {kind}", device)]
+
+
+def postpone(call: Callable[[], None]) -> None:
+    """Leaves a call to `run_postponed`."""
+    _postponed.append(call)
+
+
+def run_postponed() -> None:
+    """Before a batch: makes the calls that an earlier one left. Most often there are none."""
+    while _postponed:
+        _postponed.pop()()
 
 
 def _key(job: Job, kind: Any) -> str:
