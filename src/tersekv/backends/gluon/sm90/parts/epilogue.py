@@ -14,59 +14,6 @@ def cast_output_saturating_fp8(x, OUT, cfg: gl.constexpr):
     return x.to(OUT.dtype.element_ty)
 
 
-# Four registers of each of four lanes, transposed: lane i gets register i of all.
-QUAD_TRANSPOSE_PTX = gl.constexpr(
-    """{
-    .reg .pred p, q;
-    .reg .b32 l, x, y, a<4>;
-    mov.u32 l, %laneid;
-    and.b32 x, l, 1;
-    setp.ne.u32 p, x, 0;
-    and.b32 x, l, 2;
-    setp.ne.u32 q, x, 0;
-    selp.b32 x, $4, $5, p;
-    selp.b32 y, $6, $7, p;
-    shfl.sync.bfly.b32 x, x, 1, 0x1f, 0xffffffff;
-    shfl.sync.bfly.b32 y, y, 1, 0x1f, 0xffffffff;
-    selp.b32 a0, x, $4, p;
-    selp.b32 a1, $5, x, p;
-    selp.b32 a2, y, $6, p;
-    selp.b32 a3, $7, y, p;
-    selp.b32 x, a0, a2, q;
-    selp.b32 y, a1, a3, q;
-    shfl.sync.bfly.b32 x, x, 2, 0x1f, 0xffffffff;
-    shfl.sync.bfly.b32 y, y, 2, 0x1f, 0xffffffff;
-    selp.b32 $0, x, a0, q;
-    selp.b32 $1, y, a1, q;
-    selp.b32 $2, a2, x, q;
-    selp.b32 $3, a3, y, q;
-    }"""
-)
-
-
-@gluon.constexpr_function
-def quad_transpose_layout(columns):
-    """Returns the layout of an accumulator [64, columns], viewed as [rows, groups of 32 columns, 4 registers, 4 lanes,
-    pairs], in which a thread's 8 values of a row and group are consecutive registers."""
-    more_columns = [[0, 1 << i, 0, 0, 0] for i in range((columns // 32).bit_length() - 1)]
-    registers = [[0, 0, 0, 0, 1], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [8, 0, 0, 0, 0], *more_columns]
-    lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]]
-    return gl.DistributedLinearLayout(
-        registers, lanes, [[16, 0, 0, 0, 0], [32, 0, 0, 0, 0]], [], [64, columns // 32, 4, 4, 2]
-    )
-
-
-@gluon.jit
-def give_lanes_8_adjacent_columns(out):
-    """Returns 16-bit outputs in another layout: four lanes store 64 adjacent bytes of a row, not 16."""
-    ROWS: gl.constexpr = out.shape[0]
-    COLUMNS: gl.constexpr = out.shape[1]
-    x = gl.reshape(out, [ROWS, COLUMNS // 32, 4, 4, 2])
-    x = gl.convert_layout(x, quad_transpose_layout(COLUMNS))
-    x = gl.inline_asm_elementwise(QUAD_TRANSPOSE_PTX, "=&r,=&r,=&r,=&r,r,r,r,r", [x], x.dtype, False, 8)
-    return gl.reshape(gl.permute(x, (0, 1, 3, 2, 4)), [ROWS, COLUMNS])
-
-
 @gluon.jit
 def compute_acc_scale_and_lse(
     row_max, row_sum, v_scale, SINKS, q_heads, m_row, cfg: gl.constexpr, LSE_OF_KEYS: gl.constexpr = False

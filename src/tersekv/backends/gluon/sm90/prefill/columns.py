@@ -13,10 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ...versions import reinterpret, thread_barrier
 from ..parts.pipeline import consumer_release, consumer_wait
+from .epilogue import store_output_columns
 from .mainloop import (
     init_acc,
     release_v_columns,
-    store_output_columns,
     tokens_heads_and_mask_of_output_rows,
     view_column_half_of_v_tile,
     view_stages_as,

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...versions import reinterpret, thread_barrier
-from ..parts.epilogue import cast_output_saturating_fp8, compute_acc_scale_and_lse, give_lanes_8_adjacent_columns
+from ..parts.epilogue import compute_acc_scale_and_lse
 from ..parts.hadamard import (
     RotationTensors,
     blockwise_hadamard_unnormalized,
@@ -38,6 +38,7 @@ from ..parts.online_softmax import (
     unpack_p_16bit,
 )
 from ..parts.pipeline import producer_acquire, stage_and_phase, sync_and_arrive
+from .epilogue import store_output_columns
 from .producer import PipelineStages
 from .query import ROWS_PER_WARPGROUP, prepare_loaded_query_and_q_scales, score_layout, view_query_parts_as
 from .tile_scheduler import WorkTile, kv_head_of, read_work_tile_and_cached_range
@@ -597,20 +598,6 @@ def tokens_heads_and_mask_of_output_rows(work_tile, I_TILE: gl.constexpr, ROW_LA
     m_row = token < work_tile.num_tokens_left
     q_heads = (work_tile.head_tile * cfg.HEADS_PER_TILE + o_r % cfg.HEADS_PER_TILE).to(gl.int64)
     return (work_tile.q_row + token).to(gl.int64), q_heads, m_row
-
-
-@gluon.jit
-def store_output_columns(OUT, acc_o, acc_scale, rows, strides, FIRST_COLUMN: gl.constexpr, cfg: gl.constexpr):
-    """Stores acc_o × acc_scale as output columns from FIRST_COLUMN on."""
-    out = cast_output_saturating_fp8(acc_o * acc_scale[:, None], OUT, cfg)
-    if out.dtype.primitive_bitwidth == 16 and not cfg.INT8_Q:  # with int32 scores of the next tile, registers spill
-        out = give_lanes_8_adjacent_columns(out)
-    tokens, q_heads, m_row = rows
-    ROW: gl.constexpr = gl.SliceLayout(1, out.type.layout)
-    p_row = gl.convert_layout(OUT + tokens * strides[0] + q_heads * strides[1], ROW, assert_trivial=True)
-    o_d = FIRST_COLUMN + gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
-    valid = gl.convert_layout(m_row, ROW, assert_trivial=True)[:, None] & (o_d < cfg.HEAD_DIM_V)[None, :]
-    gl.store(p_row[:, None] + o_d[None, :], out, mask=valid)
 
 
 @gluon.jit
