@@ -95,7 +95,7 @@ ASKS = {
     ("integrations/sglang_batch.py", "support_triton"): "SGLang asks whether a kernel of its own fits the device",
     ("integrations/sglang_batch.py", "__init__"): "SGLang's masks have a layout for each device",
     ("integrations/sglang_host.py", "init_kv_buffer"): "SGLang's way to memory that is pinned",
-    ("integrations/vllm_warm_up.py", "first_time"): "a CPU compiles nothing",
+    ("integrations/vllm_warm_up.py", "first_jobs"): "a CPU compiles nothing",
     ("integrations/vllm_mla.py", "forward_mha"): "prompts that vLLM's own kernels for GPUs attend to",
     ("integrations/vllm_mla.py", "supports_dtype"): "as above",
     (

@@ -103,8 +103,10 @@ def test_a_graph_finds_its_mask_where_it_was():
 @pytest.fixture
 def done(monkeypatch):
     """The jobs that a warm-up on a GPU would do, in their order."""
-    seen, jobs = set(), []
-    monkeypatch.setattr(vllm_warm_up, "first_time", lambda kind, device: kind not in seen and not seen.add(kind))
+    jobs = []
+    monkeypatch.setattr(
+        vllm_attention, "first_jobs", lambda kind, device, wanted: [job for job in wanted if job not in jobs]
+    )
     monkeypatch.setattr(vllm_warm_up, "_postponed", [])
     monkeypatch.setattr(vllm_attention, "warm_up", lambda q, pages, m, own, options, windows, these: jobs.extend(these))
     return jobs
@@ -117,14 +119,16 @@ def forward(builder, counts, captured=False):
     impl.forward(layer, q, k, v, pages("auto"), m, torch.zeros(sum(counts), HEADS * DIM).bfloat16())
 
 
-def builder_of(runner_2):
-    scheduler = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64)
-    config = SimpleNamespace(use_v2_model_runner=runner_2, scheduler_config=scheduler)
+def builder_of(runner_2, kind="generate", warms_up=True):
+    config = SimpleNamespace(
+        use_v2_model_runner=runner_2, scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64),
+        model_config=SimpleNamespace(runner_type=kind), kernel_config=SimpleNamespace(enable_jit_warmup=warms_up),
+    )  # fmt: skip
     return TersekvMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
 
 
 def test_kernels_of_prompts_are_waited_for_by_the_batch_behind(done):
-    """vLLM's second runner warms up by graphs, a batch of few rows each, and another."""
+    """vLLM's second runner warms up by graphs and two batches of few rows."""
     builder, (uniform, ragged, prefill) = builder_of(True), JOBS
     forward(builder, (1, 1, 1), captured=True)
     assert done == [uniform]
@@ -144,8 +148,9 @@ def test_prompts_wait_for_their_kernels_themselves(done):
     assert done == [*JOBS]
 
 
-def test_where_no_batch_follows_graphs_wait_for_all(done):
-    forward(builder_of(False), (1, 1, 1), captured=True)
+@pytest.mark.parametrize("without", [(False,), (True, "pooling"), (True, "generate", False)])
+def test_without_batches_of_vllms_own_graphs_wait_for_all(done, without):
+    forward(builder_of(*without), (1, 1, 1), captured=True)
     assert done == [*JOBS]
 
 

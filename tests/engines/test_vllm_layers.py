@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from vllm_cpu import engine, generate, share_cache_of_layer_2
 
 from tersekv.cli.warm_up import add_arguments, calls_of
-from tersekv.integrations import vllm_warm_up
+from tersekv.integrations import vllm_attention, vllm_warm_up
 from tersekv.integrations.transformers_layers import CACHE_ARGUMENT
 from tersekv.ops.compile_workers import Chip, outline
 
@@ -137,14 +137,20 @@ def model_of(llm):
 
 def test_layers_of_all_windows_ask_for_what_the_command_has_compiled(tmp_path, monkeypatch):
     """`tersekv warm-up` fills the folder of an engine that then starts no process to compile; and so do processes that
-    the engine starts when the weights are there."""
+    the engine starts before weights come."""
     gemma2(tmp_path)
-    kinds, jobs, chip = set(), [], Chip(90, 132)
+    kinds, jobs, begun, chip = set(), [], [], Chip(90, 132)
+    process_weights = vllm_attention.TersekvImpl.process_weights_after_loading
 
-    def first_time(kind, device):
-        return repr(kind) not in kinds and not kinds.add(repr(kind))
+    def first_jobs(kind, device, wanted):
+        return [job for job in wanted if (repr(kind), job) not in kinds and not kinds.add((repr(kind), job))]
 
-    monkeypatch.setattr(vllm_warm_up, "first_time", first_time)
+    def note_begun(impl, act_dtype):
+        begun.append(len(early))
+        process_weights(impl, act_dtype)
+
+    monkeypatch.setattr(vllm_attention, "first_jobs", first_jobs)
+    monkeypatch.setattr(vllm_attention.TersekvImpl, "process_weights_after_loading", note_begun)
     monkeypatch.setattr(vllm_warm_up, "_early", early := {})
     monkeypatch.setattr(vllm_warm_up, "chip_of", lambda device: chip)
     monkeypatch.setattr(vllm_warm_up, "compile_ahead", lambda calls, chip, say: jobs.append(outline((calls, chip))))
@@ -156,5 +162,5 @@ def test_layers_of_all_windows_ask_for_what_the_command_has_compiled(tmp_path, m
     options = [x for name, n in sizes.items() for x in (f"--{name.replace('_', '-')}", str(n))]
     args = parser.parse_args(["--model", str(tmp_path), "--out", str(tmp_path), *options])
     made = calls_of(json.loads((tmp_path / "config.json").read_text()), "fp8", args)
-    assert (len(kinds), len(early)) == (6, 3)
+    assert (len(kinds), begun[0], len(early)) == (2 * len(vllm_warm_up.JOBS), 1, 1)
     assert sorted(jobs) == sorted([outline((calls, chip)) for calls in made] * 3)  # threads compile early

@@ -83,8 +83,16 @@ def test_lists_of_more_pages_than_the_workspace_holds_are_looked_up_key_by_key()
         assert is_read == config_of(call, 90).constants.LIST.AS_PAGES
 
 
-def test_lists_of_another_length_do_not_recompile():
-    """Nor do requests of another length: what changes is an argument that Triton does not specialise on."""
+def test_lists_of_keys_beyond_int32_are_looked_up_key_by_key():
+    """One list, whose pages are few enough."""
+    for page, is_read in ((64, True), (128, False)):
+        call = listed(call_of("fp8_e4m3", page_size=page), 1 << 24, block=page, each_head=False)
+        f = facts("decode", call, arch=90)
+        assert decode.reads_listed_pages(f) == is_read
+
+
+def test_the_launch_of_pages_is_not_compiled_anew_for_lists_of_another_length():
+    """Up to a power of two of pages: what changes is an argument that Triton does not specialise on."""
     first, other = (config_of(listed(call_of("fp8_e4m3"), n), 90).launches.kernel_launches[0] for n in (9, 16))
     free = {p.name for p in first.launch.fn.params if p.do_not_specialize}
     changed = {name for name, x in first.arguments.items() if other.arguments[name] != x}

@@ -178,9 +178,7 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
         self.has_tails = holds_scales(kv_cache_spec)
         self.everything: dict[int, list[Tensor]] = {}
         self.limits = limits_of(vllm_config)
-        # Runner 2 follows its graphs by two batches, and compiles kernels of its own for long between them; others have
-        # no batch between a graph's capture and the first request.
-        self.waits_little = bool(getattr(vllm_config, "use_v2_model_runner", False))
+        self.has_warm_up_batches = _has_warm_up_batches(vllm_config)
         # Its query lengths are computed on the device and copied to the host without waiting for them.
         if getattr(getattr(vllm_config, "cache_config", None), "kv_sharing_fast_prefill", False):
             raise NotImplementedError("kv_sharing_fast_prefill: want False, tersekv attends to every row of a prompt")
@@ -211,12 +209,12 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
         return TersekvMetadata(
             m.num_actual_tokens, m.seq_lens, m.block_table_tensor, m.slot_mapping, rows, few, ragged,
             rest, max(counts[few:], default=0), self.limits, m.causal,
-            JOBS_WITHOUT_PROMPTS if self.waits_little and few == len(counts) else JOBS,
+            JOBS_WITHOUT_PROMPTS if self.has_warm_up_batches and few == len(counts) else JOBS,
         )  # fmt: skip
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> TersekvMetadata:
         captured = super().build_for_cudagraph_capture(common_attn_metadata)
-        return replace(captured, jobs=JOBS_OF_GRAPHS if self.waits_little else JOBS)
+        return replace(captured, jobs=JOBS_OF_GRAPHS if self.has_warm_up_batches else JOBS)
 
     def _mask(self, rows: int, most: int, device: torch.device) -> Tensor:
         """Every row of a request sees every other [rows, W]: of tensors that outlive captured graphs."""
@@ -239,6 +237,14 @@ def _give_dtype(layer: Any, cache_dtype: str, model_dtype: torch.dtype) -> None:
 def is_batch_invariant() -> bool:
     """Whether VLLM_BATCH_INVARIANT is set; not every release has it."""
     return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
+
+
+def _has_warm_up_batches(config: Any) -> bool:
+    """Whether two batches of few rows come before the first request beside those of graphs: vLLM's second runner warms
+    up by them, and compiles kernels of its own for long between the two."""
+    kernels, model = getattr(config, "kernel_config", None), getattr(config, "model_config", None)
+    asks = getattr(config, "use_v2_model_runner", False) and getattr(kernels, "enable_jit_warmup", True)
+    return bool(asks) and getattr(model, "runner_type", None) != "pooling"
 
 
 def _refuse_what_is_no_causal_batch(m: Any) -> None:
@@ -348,7 +354,8 @@ class TersekvImpl(AttentionImpl):
         return output
 
     def _compile_before_weights(self, config: Any) -> None:
-        """As the model's last layer is made: weights then take longest to come, and no kernel depends on them."""
+        """Starts to compile for all layers as the last one is made: weights take longest to come, and no kernel depends
+        on them."""
         found = config.compilation_config.static_forward_context.values()
         layers = [layer for layer in found if isinstance(getattr(layer, "impl", None), TersekvImpl)]
         model = config.model_config
@@ -403,11 +410,11 @@ class TersekvImpl(AttentionImpl):
         jobs = first_jobs(kind, query.device, m.jobs)
         if not jobs:
             return
-        windows = self._windows_of_layers_alike()
-        do = partial(warm_up, query, pages, m, self._brings_rows(query), options, windows)
-        do(jobs)
+        q, device, windows = query[:1], query.device, self._windows_of_layers_alike()
+        run_jobs = partial(warm_up, q, pages, m, self._brings_rows(query), options, windows)
+        run_jobs(jobs)
         if m.jobs == JOBS_WITHOUT_PROMPTS:  # which the next batch may bring
-            postpone(lambda: do(first_jobs(kind, query.device, JOBS)))
+            postpone(lambda: run_jobs(first_jobs(kind, device, JOBS)))
 
     def _windows_of_layers_alike(self, *unlisted: TersekvImpl) -> set[int | None]:
         """Of layers with the same heads and cache dtype: kernels of others are compiled with their own first batch."""

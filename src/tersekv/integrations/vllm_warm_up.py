@@ -32,10 +32,10 @@ CUT = 32
 BLOCK = 128  # rows of a program of prefill, at most
 ANY_SCALE = 1.0  # softmax_scale of calls to compile for: no kernel depends on it, and models choose it as they like
 _log = logging.getLogger("tersekv")
-_compiled: set[str] = set()  # what layers of this process were compiled for
-_early: dict[str, threading.Thread] = {}  # likewise, before there were pages
 _postponed: list[Callable[[], None]] = []  # what a batch does not need itself
 Job = Callable[..., Iterator[partial]]
+_done: dict[str, set[Job]] = {}  # for kinds of layers
+_early: dict[str, dict[Job, threading.Thread]] = {}  # what compiles for kinds of layers, before there are pages
 
 
 class Limits(NamedTuple):
@@ -76,19 +76,14 @@ def compile_early(
     columns:  of a page table
     """
     chip = chip_of(pages.device)
-    if chip is None or _key(JOBS[0], kind) in _early:
+    if chip is None or repr(kind) in _early:
         return
     ints = torch.empty(1, columns, dtype=torch.int32, device=pages.device)
     like = SimpleNamespace(
         limits=limits, block_table=ints, seq_lens=ints[0, :1], slot_mapping=ints.new_empty(1, dtype=torch.int64)
     )
     all_options = [options | {"window": w} for w in sorted_windows(windows)]
-    for job in JOBS:
-        asked = partial(job, own_rows), q, pages, like, all_options, chip
-        _early[_key(job, kind)] = thread = threading.Thread(
-            target=_compile, args=asked, name="tersekv-compile", daemon=True
-        )
-        thread.start()
+    _early[repr(kind)] = _start_to_compile(JOBS, own_rows, q, pages, like, all_options, chip)
 
 
 def warm_up(
@@ -108,10 +103,15 @@ def warm_up(
     windows:   of all layers alike: kernels for each are compiled together, since workers take seconds to start
     jobs:      some of JOBS; None: all
     """
-    all_options = [options | {"window": w} for w in sorted_windows({options["window"], *windows})]
-    for job in JOBS if jobs is None else jobs:
-        _wait_for_early(job)
-        _compile_and_call(partial(job, own_rows), q, pages, metadata, options, all_options)
+    jobs, chip = JOBS if jobs is None else jobs, chip_of(pages.device)
+    if chip is not None:
+        _wait_for_early(jobs)
+        all_options = [options | {"window": w} for w in sorted_windows({options["window"], *windows})]
+        for thread in _start_to_compile(jobs, own_rows, q, pages, metadata, all_options, chip).values():
+            thread.join()
+    for job in jobs:
+        for call in job(own_rows, q, pages, metadata, options):
+            call()
 
 
 def sorted_windows(windows: Collection[int | None]) -> list[int | None]:
@@ -121,14 +121,30 @@ def sorted_windows(windows: Collection[int | None]) -> list[int | None]:
 
 def warm_up_latents(q: tuple[Tensor, ...], pages: PagedLatentLayer, metadata: Any, options: dict[str, Any]) -> None:
     """Likewise for latents: what is written, and what is decoded. q: (q_nope, q_pe), or of both in one."""
-    _wait_for_early(*JOBS)
-    _compile_and_call(latent_calls, q, pages, metadata, options, [options])
+    chip = chip_of(pages.device)
+    if chip is not None:
+        _wait_for_early(JOBS)
+        _compile(latent_calls, q, pages, metadata, [options], chip)
+    for call in latent_calls(q, pages, metadata, options):
+        call()
 
 
 def first_jobs(kind: Any, device: torch.device, wanted: Collection[Job]) -> list[Job]:
-    """Returns those jobs that were not done yet in this process for such a layer (`first_time`)."""
-    kind = repr(kind)
-    return [job for job in wanted if first_time(f"{job.__name__} {kind}", device)]
+    """Returns those jobs that were not done yet in this process for such a layer on a GPU, and notes them as done; none
+    during a graph's capture."""
+    if device.type != "cuda":
+        return []
+    done = _done.setdefault(repr(kind), set())
+    jobs = [job for job in wanted if job not in done]
+    if jobs and torch.cuda.is_current_stream_capturing():
+        return []
+    done.update(jobs)
+    return jobs
+
+
+def first_time(kind: Any, device: torch.device) -> bool:
+    """Whether latents of this kind were not warmed up yet in this process, on a GPU; not during a graph's capture."""
+    return bool(first_jobs(kind, device, (latent_calls,)))
 
 
 def postpone(call: Callable[[], None]) -> None:
@@ -142,39 +158,30 @@ def run_postponed() -> None:
         _postponed.pop()()
 
 
-def _key(job: Job, kind: Any) -> str:
-    return f"{job.__name__} {kind!r}"
-
-
-def _wait_for_early(*jobs: Job) -> None:
-    """Waits for what was begun for layers of any kind: processes for the same calls would wait for each other."""
-    for key, thread in _early.items():
-        if key.startswith(tuple(job.__name__ for job in jobs)):
-            thread.join()
-
-
-def first_time(kind: Any, device: torch.device) -> bool:
-    """Whether nothing was compiled yet in this process for such a layer on a GPU; not during a graph's capture."""
-    if device.type != "cuda" or repr(kind) in _compiled or torch.cuda.is_current_stream_capturing():
-        return False
-    _compiled.add(repr(kind))
-    return True
-
-
-def _compile_and_call(
-    make: Job,
-    q: Any,
-    pages: Any,
+def _start_to_compile(
+    jobs: Collection[Job],
+    own_rows: bool,
+    q: Tensor,
+    pages: PagedKVLayer,
     metadata: Any,
-    options: dict[str, Any],
     all_options: list[dict[str, Any]],
-) -> None:
-    """all_options: the options of all calls to compile for; those of `options` are then made."""
-    chip = chip_of(pages.device)
-    if chip is not None:
-        _compile(make, q, pages, metadata, all_options, chip)
-    for call in make(q, pages, metadata, options):
-        call()
+    chip: Chip,
+) -> dict[Job, threading.Thread]:
+    """A thread for each job, whose processes run beside the others': importing and a job's longest kernel take most of
+    the time, and few cores."""
+    threads = {}
+    for job in jobs:
+        args = partial(job, own_rows), q, pages, metadata, all_options, chip
+        threads[job] = threading.Thread(target=_compile, args=args, name="tersekv-compile", daemon=True)
+        threads[job].start()
+    return threads
+
+
+def _wait_for_early(jobs: Collection[Job]) -> None:
+    """Waits for what was begun for layers of any kind: processes for the same calls would wait for each other."""
+    for threads in _early.values():
+        for job in jobs:
+            threads[job].join()
 
 
 def _compile(

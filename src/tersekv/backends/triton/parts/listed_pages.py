@@ -37,7 +37,7 @@ PAGES, LENS = "listed_pages", "listed_lens"  # slices of the workspace: [Hx, T, 
 _MAX_PAGES = 1 << 26  # of all lists: 256 MB of workspace
 _MAX_BLOCK = 1024  # pages that are looked at together
 _ANY_LENGTH = 1 << 31  # of a list
-_MIN_PART = 16  # tokens: of fewer, a page id a key saves nothing
+_MIN_PART_TOKENS = 16  # tokens: of fewer, a page id a key saves nothing
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,14 @@ def is_before_cut(o_n, num_keys, first_cut_key, cfg: tl.constexpr):
 def why_not_listed_pages(f: SimpleNamespace) -> str | None:
     """Returns why lists of blocks cannot become page tables."""
     page, block = f.k_cache.shape[1], f.block_size
-    if block % page and (page % block or block < _MIN_PART):
-        parts = f"of equal parts of {_MIN_PART} tokens or more"
+    if block % page and (page % block or block < _MIN_PART_TOKENS):
+        parts = f"of equal parts of {_MIN_PART_TOKENS} tokens or more"
         return f"wants lists of whole pages, of {page} tokens, or {parts}, got blocks of {block}"
     if f.k_cache.shape[0] * (page // listed_page_size(f)) >= 2**31:
         return f"wants parts of pages that int32 counts, got {f.k_cache.shape[0]} pages of {page} tokens"
-    pages = f.out.shape[0] * f.indices.shape[1] * num_listed_pages(f)
+    keys, pages = num_listed_pages(f) * listed_page_size(f), f.out.shape[0] * f.indices.shape[1] * num_listed_pages(f)
+    if keys >= 2**31:  # a length has the number of cut pages above them
+        return f"wants lists of fewer than 2^31 keys, got {keys}"
     return f"wants lists of {_MAX_PAGES} pages in all, got {pages}" if pages > _MAX_PAGES else None
 
 

@@ -57,7 +57,7 @@ def adjacent_columns_layout(columns):
 
 
 @gluon.jit
-def give_lanes_8_adjacent_columns(out):
+def transpose_quads(out):
     """Returns 16-bit outputs in `adjacent_columns_layout`: four lanes store 64 adjacent bytes of a row, not 16."""
     ROWS: gl.constexpr = out.shape[0]
     COLUMNS: gl.constexpr = out.shape[1]
@@ -81,5 +81,5 @@ def store_output_columns(OUT, acc_o, acc_scale, rows, strides, FIRST_COLUMN: gl.
     p_row = gl.convert_layout(OUT + tokens * strides[0] + q_heads * strides[1], ROW, assert_trivial=True)
     out = cast_output_saturating_fp8(acc_o * acc_scale[:, None], OUT, cfg)
     if ADJACENT:
-        out = give_lanes_8_adjacent_columns(out)
+        out = transpose_quads(out)
     gl.store(p_row[:, None] + o_d[None, :], out, mask=valid)
