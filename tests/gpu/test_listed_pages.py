@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from listed_replays import judge_replays, layer_and_call
 
 import tersekv
 from tersekv.dispatch import plan
@@ -121,13 +122,7 @@ def test_drafts_of_ragged_requests(each_head):
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3", "int8_per_token_head", "nvfp4", "int4_per_token_head"])
 def test_as_the_portable_kernel_and_dense_decode(fmt, requests, each_head):
     torch.manual_seed(0)
-    gpu = {"device": "cuda"}
-    layer = tersekv.PagedKVCache.allocate(1, 16 * requests, 64, 8, 128, format=fmt, **gpu)[0]
-    n = 1024 * requests
-    tersekv.append(torch.randn(n, 8, 128, **gpu), torch.randn(n, 8, 128, **gpu), layer, torch.arange(n, **gpu))
-    q, table = torch.randn(requests, 32, 128, **gpu).bfloat16(), torch.randperm(16 * requests, **gpu).view(-1, 16).int()
-    lens = torch.randint(0, 1025, (requests,), **gpu).int()
-    blocks = torch.rand(requests, 8 if each_head else 1, 8, **gpu).argsort(-1).int()
+    layer, q, table, lens, blocks = layer_and_call(fmt, requests, 16, each_head, 128)
     options = {"block_size": 128, "return_lse": True}
     want = tersekv.decode(q, layer, table, lens, return_lse=True)
     for x in (blocks, blocks[..., :5].contiguous()):
@@ -143,37 +138,4 @@ def test_as_the_portable_kernel_and_dense_decode(fmt, requests, each_head):
 @pytest.mark.parametrize("requests", [2, 16, 60])
 @pytest.mark.parametrize("fmt", ["bf16", "int8_per_token_head", "nvfp4"])
 def test_replays_see_new_lists_tables_and_lengths(fmt, requests, each_head):
-    torch.manual_seed(0)
-    gpu = {"device": "cuda"}
-    layer = tersekv.PagedKVCache.allocate(1, 8 * requests, 64, 8, 128, format=fmt, **gpu)[0]
-    n = 512 * requests
-    tersekv.append(torch.randn(n, 8, 128, **gpu), torch.randn(n, 8, 128, **gpu), layer, torch.arange(n, **gpu))
-    q, table = torch.randn(requests, 32, 128, **gpu).bfloat16(), torch.randperm(8 * requests, **gpu).view(-1, 8).int()
-    lens = torch.randint(0, 513, (requests,), **gpu).int()
-
-    def lists() -> torch.Tensor:
-        x = torch.rand(requests, 8 if each_head else 1, 6, **gpu).argsort(-1).int()
-        return torch.where(torch.rand(x.shape, **gpu) < 0.2, -1, x)
-
-    indices = lists()
-    used = torch.full((requests,), 6, **gpu).int()
-
-    def step(backend: str | None = None) -> torch.Tensor:
-        options = {"indices": indices, "index_lens": used, "block_size": 64, "backend": backend}
-        return tersekv.decode(q, layer, table, lens, **options)
-
-    step("gluon")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step("gluon")
-    changes = [
-        (used, lambda: used), (indices, lists), (indices, lambda: indices * 0), (used, lambda: used // 3),
-        (lens, lambda: lens.flip(0).contiguous()), (table, lambda: table.flip(0).contiguous()),
-    ]  # fmt: skip
-    for tensor, other in changes:
-        tensor.copy_(other())
-        out.fill_(torch.nan)
-        graph.replay()
-        assert relative(out.double(), step("torch").double()) < 3e-3
-        assert torch.equal(step(), out), "the short way, and the same bits"
+    judge_replays(fmt, requests, each_head, "gluon", pages=8, block=64)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from listed_replays import judge_replays, layer_and_call
 
 import tersekv
 from tersekv.backends.triton.decode import entry
@@ -16,7 +17,6 @@ from tersekv.testing.compare import relative
 from tersekv.testing.make import make
 from tersekv.testing.verify import PASSED, run
 
-GPU = {"device": "cuda"}
 FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
 FORMATS += ("int4_per_token_head",)
 PAIRS = ("fp8_e4m3/int4_per_token_head", "int8_per_token_head/nvfp4", "bf16/fp8_e4m3")
@@ -74,18 +74,6 @@ def test_options(fmt, options, each_head):
     check(fmt, each_head=each_head, **options)
 
 
-def layer_and_call(fmt: str, requests: int, pages: int, each_head: bool) -> tuple[Any, ...]:
-    """A layer, its queries, page table and lengths, and lists of all blocks of 128."""
-    layer = tersekv.PagedKVCache.allocate(1, pages * requests, 64, 8, 128, format=fmt, **GPU)[0]
-    n = 64 * pages * requests
-    tersekv.append(torch.randn(n, 8, 128, **GPU), torch.randn(n, 8, 128, **GPU), layer, torch.arange(n, **GPU))
-    q, table = torch.randn(requests, 32, 128, **GPU).bfloat16(), torch.randperm(pages * requests, **GPU).int()
-    lens = torch.randint(0, 64 * pages + 1, (requests,), **GPU).int()
-    lens[0] = 64 * pages
-    blocks = torch.rand(requests, 8 if each_head else 1, pages // 2, **GPU).argsort(-1).int()
-    return layer, q, table.view(requests, pages), lens, blocks
-
-
 def forget_plans() -> None:
     plan._plans.clear()
     plan._recent.clear()
@@ -98,7 +86,7 @@ def forget_plans() -> None:
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3", "int8_per_token_head", "nvfp4", "int4_per_token_head"])
 def test_as_the_kernel_that_looks_up_keys_and_dense_decode(fmt, requests, each_head, monkeypatch):
     torch.manual_seed(0)
-    layer, q, table, lens, blocks = layer_and_call(fmt, requests, 16, each_head)
+    layer, q, table, lens, blocks = layer_and_call(fmt, requests, 16, each_head, 128)
     options = {"block_size": 128, "return_lse": True, "backend": "triton"}
     lists = blocks, torch.where(blocks % 3 == 0, -1, blocks)
     found = [tersekv.decode(q, layer, table, lens, indices=x, **options) for x in lists]
@@ -118,30 +106,4 @@ def test_as_the_kernel_that_looks_up_keys_and_dense_decode(fmt, requests, each_h
 @pytest.mark.parametrize("requests", [1, 2, 60])
 @pytest.mark.parametrize("fmt", ["bf16", "int8_per_token_head", "nvfp4"])
 def test_replays_see_new_lists_tables_and_lengths(fmt, requests, each_head):
-    torch.manual_seed(0)
-    layer, q, table, lens, indices = layer_and_call(fmt, requests, 16, each_head)
-    used = torch.full((requests,), 8, **GPU).int()
-
-    def lists() -> torch.Tensor:
-        x = torch.rand(indices.shape, **GPU).argsort(-1).int()
-        return torch.where(torch.rand(x.shape, **GPU) < 0.2, -1, x)
-
-    def step(backend: str = "triton") -> torch.Tensor:
-        options = {"indices": indices, "index_lens": used, "block_size": 128, "backend": backend}
-        return tersekv.decode(q, layer, table, lens, **options)
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    changes = [
-        (used, lambda: used), (indices, lists), (indices, lambda: indices * 0), (used, lambda: used // 3),
-        (lens, lambda: lens.flip(0).contiguous()), (table, lambda: table.flip(0).contiguous()),
-    ]  # fmt: skip
-    for tensor, other in changes:
-        tensor.copy_(other())
-        out.fill_(torch.nan)
-        graph.replay()
-        assert relative(out.double(), step("torch").double()) < 3e-3
-        assert torch.equal(step(), out), "the short way, and the same bits"
+    judge_replays(fmt, requests, each_head, "triton", pages=16, block=128)

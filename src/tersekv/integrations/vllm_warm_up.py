@@ -167,8 +167,8 @@ def _start_to_compile(
     all_options: list[dict[str, Any]],
     chip: Chip,
 ) -> dict[Job, threading.Thread]:
-    """A thread for each job, whose processes run beside the others': importing and a job's longest kernel take most of
-    the time, and few cores."""
+    """Starts a thread for each job, whose processes run beside the others': importing and a job's longest kernel take
+    most of the time, and few cores."""
     threads = {}
     for job in jobs:
         args = partial(job, own_rows), q, pages, metadata, all_options, chip
