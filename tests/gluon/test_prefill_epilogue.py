@@ -43,10 +43,11 @@ def test_registers_of_four_lanes_are_transposed():
     assert run(QUAD_TRANSPOSE_PTX.value, registers) == [[10 * i + lane for i in range(4)] for lane in LANES]
 
 
+@pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize("columns", [32, 64, 128, 256])
-def test_then_each_lane_holds_8_adjacent_columns(columns):
+def test_then_each_lane_holds_8_adjacent_columns(rows, columns):
     """What was register and lane of [rows, 32 columns, register, lane, 2] changes places, and nothing else."""
-    before, after = quad_transpose_layout(columns), adjacent_columns_layout(columns)
+    before, after = quad_transpose_layout(rows, columns), adjacent_columns_layout(rows, columns)
 
     def column(base: list[int]) -> list[int]:
         row, group, register, lane, pair = base

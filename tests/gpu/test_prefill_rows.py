@@ -77,6 +77,7 @@ VARIANTS = {
     "group of 128": {"group": 128, "heads": 1, "lens": (300, 20), "q_lens": (100, 20)},
     "D 64": {"dim": 64},
     "D 96": {"dim": 96},
+    "D 512, Dv 256": {"dim": 512, "dim_v": 256, "heads": 1},
     "D 80": {"dim": 80, "window": 50},
     "scale tensors": {"scale": "tensor"},
     "scale per head, e4m3 out": {"scale": "head", "out_dtype": "float8_e4m3fn"},
@@ -147,8 +148,8 @@ _DIRECT = tuple(name for name in VARIANTS if name.startswith(("e4m3 query", "fas
 _TURNED = tuple(name for name in VARIANTS if name.startswith("turned"))
 _INT8 = tuple(name for name in VARIANTS if name.startswith("quantized"))
 FORMATS = {
-    "bf16": (*_SEEN_ONCE, "turned values", "turned values, new rows"),
-    "fp8_e4m3": (*_SEEN_ONCE, *_DIRECT, *_TURNED),
+    "bf16": (*_SEEN_ONCE, "D 512, Dv 256", "turned values", "turned values, new rows"),
+    "fp8_e4m3": (*_SEEN_ONCE, "D 512, Dv 256", *_DIRECT, *_TURNED),
     "fp16": (*_FEW, "turned", "turned, D 96", "turned, new rows"),
     "fp8_e5m2": ("plain", "D 64"),
     "int8_per_token_head": (*_OF_TOKENS, *_TURNED, *_INT8),

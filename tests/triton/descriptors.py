@@ -46,8 +46,11 @@ def _with_swaps(code: list[Instruction]) -> list[Instruction]:
     for n, i in enumerate(code):
         if out[n] is None or not _is_xor(i) or (pair := {*i.operands[1:3]}) != {i.operands[0], *pair} or len(pair) != 2:
             continue
+        other = pair - {i.operands[0]}
         touching = (m for m in range(n + 1, len(code)) if _touches(code[m], pair))
-        second, third = next(touching, n), next(touching, n)
+        # Until the second one writes it, the other register may be read.
+        second = next((m for m in touching if _is_xor(code[m]) or not _only_reads(code[m], other, {*pair} - other)), n)
+        third = next((m for m in range(second + 1, len(code)) if _touches(code[m], pair)), n)
         if [code[m].op[0] for m in (second, third) if _is_xor(code[m]) and {*code[m].operands[1:3]} == pair] != [
             i.op[0]
         ] * 2:
@@ -60,6 +63,12 @@ def _with_swaps(code: list[Instruction]) -> list[Instruction]:
 
 def _is_xor(i: Instruction) -> bool:
     return i.predicate is None and i.op.endswith("LOP3.LUT") and i.operands[4:5] == ["0x3c"]
+
+
+def _only_reads(i: Instruction, registers: set[str], others: set[str]) -> bool:
+    """Whether it reads some of the registers, writes none of them, and does neither with the others."""
+    written = i._replace(operands=i.operands[:1])
+    return _touches(i, registers) and not _touches(written, registers) and not _touches(i, others)
 
 
 def _touches(i: Instruction, registers: set[str]) -> bool:

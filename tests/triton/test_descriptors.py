@@ -32,6 +32,13 @@ def test_a_swap_is_three_of_the_same_two():
     assert len(faults(sass("\n".join([*between, PRODUCT])))) == 1
 
 
+def test_the_second_of_a_swap_may_be_read_before_it_is_written():
+    lines = SWAPPED.strip().splitlines()
+    for read, lost in (("UR52", 0), ("UR53", 1)):
+        between = [*lines[:4], f"UIADD3.X UR37, {read}, URZ, URZ, UP3, !UPT ;", *lines[4:]]
+        assert len(faults(sass("\n".join([*between, PRODUCT])))) == lost
+
+
 def test_a_base_that_was_not_moved_is_told():
     lost = "R2UR UR52, R38 ;\nUIADD3 UR52, UP0, UR52, 0x40, URZ ;\nUIADD3.X UR53, UR53, 0x40000040, URZ, UP0 ;\n"
     assert faults(sass(lost + PRODUCT)) == ["HGMMA.64x64x16.F32.BF16 at 0x30: UR53"]

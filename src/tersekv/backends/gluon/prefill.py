@@ -11,7 +11,7 @@ import torch
 from ...formats import pair_of
 from ..host import launch
 from ..host.attention_launches import has_no_work, query_offset_args
-from ..host.bind import KernelLaunch, LaunchSequence, TensorMapArg, stride_args, tensor_args
+from ..host.bind import KernelLaunch, LaunchSequence, TensorMapArg, Workspace, stride_args, tensor_args
 from .sm90.parts.hadamard import rotation_config
 from .sm90.parts.tensor_maps import MIN_KEYS_PER_COPY
 from .sm90.prefill.config import (
@@ -82,7 +82,7 @@ def configure(f: SimpleNamespace) -> Config:
         **tensor_args(K_SCALES="k_scale_cache", V_SCALES="v_scale_cache", PAGE_TABLE="page_table", SEQ_LENS="seq_lens"),
         **tensor_args(K_SIGNS="k_signs", V_SIGNS="v_signs", K_CHANNEL_SCALES="k_channel_scale",
                       V_CHANNEL_SCALES="v_channel_scale"),
-        **query_offset_args(f), **tensor_args(SINKS="sinks", OUT="out", LSE="lse"),
+        **query_offset_args(f), **tensor_args(SINKS="sinks", OUT="out", LSE="lse", WORK_COUNTER="WORK_COUNTER"),
         **tensor_args(SOFTMAX_SCALE="softmax_scale_t", K_SCALE="k_scale_t", V_SCALE="v_scale_t",
                       OUT_SCALE="out_scale_t"),
         **stride_args(f.out, stride_out_="th"), **stride_args(f.lse, stride_lse_="th"),
@@ -91,9 +91,9 @@ def configure(f: SimpleNamespace) -> Config:
         "softcap": f.softcap, "B": f.seq_lens.shape[0], "T": f.q.shape[0], "cfg": cfg, "new_cfg": config_of_new_kv(cfg),
     }  # fmt: skip
     num_ctas = min(launch.num_sms(f), max_work_tiles(f, cfg))
-    return Config(
-        cfg, LaunchSequence(KernelLaunch(prefill_kernel, (num_ctas,), arguments, num_warps=4, launch_pdl=True))
-    )
+    num_warps = 4 if cfg.CODE_STAGES else cfg.CONSUMER_WARPS  # of the first role
+    prefill = KernelLaunch(prefill_kernel, (num_ctas,), arguments, num_warps=num_warps, launch_pdl=True)
+    return Config(cfg, LaunchSequence(prefill, workspace=Workspace(0, {"WORK_COUNTER": ((1,), torch.int64)})))
 
 
 def prefers_decode(f: SimpleNamespace) -> bool:

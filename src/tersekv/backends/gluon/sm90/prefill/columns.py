@@ -22,9 +22,9 @@ from .mainloop import (
     view_stages_as,
     wait_v_columns_and_zero_oob_rows,
 )
-from .tile_scheduler import read_work_tile_and_cached_range
+from .tile_scheduler import I_SECOND_CONSUMER, read_work_tile_and_cached_range
 
-I_CONSUMER = gl.constexpr(1)
+I_CONSUMER = gl.constexpr(1)  # of the halves of the columns
 
 
 @gluon.jit
@@ -67,37 +67,38 @@ def wait_acc_scale_and_store_second_column_half(OUT, acc_o, work_tile, shared_p,
     thread_barrier()  # one thread releases it for all
     mbarrier.arrive(shared_p.acc_empty_barrier.index(0))
     store_output_columns(
-        OUT, acc_o, acc_scale, tokens_heads_and_mask_of_output_rows(work_tile, 0, ROW, cfg), strides, cfg.ACC_COLUMNS,
+        OUT, acc_o, acc_scale, tokens_heads_and_mask_of_output_rows(work_tile, ROW, cfg), strides, cfg.ACC_COLUMNS,
         cfg,
     )  # fmt: skip
 
 
 @gluon.jit
-def second_column_half_consumer(OUT, strides, q_stages, tile_info, v_stages, shared_p, cfg: gl.constexpr):
+def second_column_half_consumer(args, cfg: gl.constexpr):
     """Computes half of the columns of every work tile of this CTA."""
+    OUT, strides, q_stages, tile_info, v_stages, shared_p = args
     num_done, iter = 0, 0
-    mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), 0)
-    work_tile, _cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONSUMER))
+    mbarrier.wait(q_stages.full_barriers.index(I_SECOND_CONSUMER), 0)
+    work_tile, _cached_range = read_work_tile_and_cached_range(tile_info.index(I_SECOND_CONSUMER), True)
     while work_tile.num_n_blocks > 0:
-        mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1)
+        mbarrier.arrive(q_stages.empty_barriers.index(I_SECOND_CONSUMER), count=cfg.CONSUMER_WARPS)
         acc_o = add_pv_half_of_key_range_to_acc_o(init_acc(cfg), shared_p, v_stages, iter, work_tile, cfg)
         iter += work_tile.num_n_blocks
         wait_acc_scale_and_store_second_column_half(OUT, acc_o, work_tile, shared_p, num_done, strides, cfg)
         num_done += 1
-        mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), num_done & 1)
-        work_tile, _cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONSUMER))
+        mbarrier.wait(q_stages.full_barriers.index(I_SECOND_CONSUMER), num_done & 1)
+        work_tile, _cached_range = read_work_tile_and_cached_range(tile_info.index(I_SECOND_CONSUMER), True)
 
 
 @gluon.jit
 def second_column_half_consumer_new_then_cached(
-    OUT, strides, q_stages, tile_info, v_stages, shared_p, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr,
-    new_cfg: gl.constexpr,
-):  # fmt: skip
+    args, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr, new_cfg: gl.constexpr
+):
     """Does `second_column_half_consumer` where K and V of the new tokens are arguments of the call."""
+    OUT, strides, q_stages, tile_info, v_stages, shared_p = args
     num_done, iter = 0, 0
     new_v_stages = view_stages_as(v_stages, NEW_DTYPE)
-    mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), 0)
-    work_tile, cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONSUMER))
+    mbarrier.wait(q_stages.full_barriers.index(I_SECOND_CONSUMER), 0)
+    work_tile, cached_range = read_work_tile_and_cached_range(tile_info.index(I_SECOND_CONSUMER), True)
     while work_tile.num_n_blocks > 0:
         acc_o = add_pv_half_of_key_range_to_acc_o(init_acc(cfg), shared_p, new_v_stages, iter, work_tile, new_cfg)
         iter += work_tile.num_n_blocks
@@ -105,7 +106,7 @@ def second_column_half_consumer_new_then_cached(
         iter += cached_range.num_n_blocks
         wait_acc_scale_and_store_second_column_half(OUT, acc_o, work_tile, shared_p, num_done, strides, cfg)
         # NOTE: only here: the producer infers that all stages of the work tile are free.
-        mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1)
+        mbarrier.arrive(q_stages.empty_barriers.index(I_SECOND_CONSUMER), count=cfg.CONSUMER_WARPS)
         num_done += 1
-        mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), num_done & 1)
-        work_tile, cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONSUMER))
+        mbarrier.wait(q_stages.full_barriers.index(I_SECOND_CONSUMER), num_done & 1)
+        work_tile, cached_range = read_work_tile_and_cached_range(tile_info.index(I_SECOND_CONSUMER), True)

@@ -52,6 +52,8 @@ class PrefillConfig(KernelConfig):
     PACKED_K: int  # packed columns (16 bits) of a stage of K
     PACKED_V: int
     COLUMN_SPLIT: bool  # heads wider than 256: both consumers have the same 64 rows, each half of V's columns
+    CONSUMER_WARPS: int  # of a consumer: two warpgroups, or one of COLUMN_SPLIT
+    CONSUMER_ROWS: int  # its query rows, 64 of a warpgroup
     ACC_COLUMNS: int  # columns of V that a consumer multiplies
     K_PARTS: int  # stages of a K tile
     V_PARTS: int
@@ -62,7 +64,8 @@ class PrefillConfig(KernelConfig):
     K_STAGES: int  # of the pipeline of 16-bit K tiles or their parts
     V_STAGES: int  # of V
     CODE_STAGES: int  # of the pipelines of packed codes; 0: none
-    PING_PONG: bool  # consumers issue their MMAs in turns
+    PING_PONG: bool  # warpgroups issue their MMAs in turns
+    EARLY_PV: bool  # the last PV of a work tile starts before the wait for the next query
     HEADS: int
     GROUP: int
     HEADS_PER_TILE: int  # query heads of a work tile: adjacent rows of one token
@@ -124,11 +127,13 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
         PAGE=f.k_cache.shape[1],
         STAGES=2,
         CODE_STAGES=_num_code_stages(f, has_codes, max_head_dim),
-        PING_PONG=_is_ping_pong(f, k_side, v_side, max_head_dim),
+        PING_PONG=_is_ping_pong(f, k_side, max_head_dim),
+        # acc_o takes registers while a query is prepared; V of COLUMN_SPLIT is waited for later.
+        EARLY_PV=max_head_dim <= 128 and not _has_fp8_pv(f, max_head_dim),
         HEADS=heads,
         GROUP=group,
         HEADS_PER_TILE=heads_per_tile,
-        TOKENS_PER_TILE=(1 if tiles["COLUMN_SPLIT"] else 2) * ROWS_PER_WARPGROUP // heads_per_tile,
+        TOKENS_PER_TILE=tiles["CONSUMER_ROWS"] // heads_per_tile,
         HEAD_TILES=f.q.shape[1] // heads_per_tile,
         HAS_NEW_KV=f.k is not None,
         WINDOW=f.window,
@@ -172,12 +177,12 @@ def _column_and_stage_config_fields(f: SimpleNamespace, d: int, dv: int, has_cod
     """Returns how tiles lie in stages: whole, or in parts of PART_COLUMNS, and then one tile of V."""
     if not is_column_split(f):
         return {
-            "COLUMN_SPLIT": False, "ACC_COLUMNS": dv,
+            "COLUMN_SPLIT": False, "CONSUMER_WARPS": 8, "CONSUMER_ROWS": 2 * ROWS_PER_WARPGROUP, "ACC_COLUMNS": dv,
             "K_COLUMNS": d, "K_PARTS": 1, "K_STAGES": 2, "V_COLUMNS": dv, "V_PARTS": 1, "V_STAGES": 2,
         }  # fmt: skip
     k_parts, v_parts = -(-f.q.shape[2] // PART_COLUMNS), dv // PART_COLUMNS
     return {
-        "COLUMN_SPLIT": True, "ACC_COLUMNS": dv // 2,
+        "COLUMN_SPLIT": True, "CONSUMER_WARPS": 4, "CONSUMER_ROWS": ROWS_PER_WARPGROUP, "ACC_COLUMNS": dv // 2,
         "K_COLUMNS": PART_COLUMNS, "K_PARTS": k_parts, "K_STAGES": 3 if has_codes else 5,
         "V_COLUMNS": PART_COLUMNS, "V_PARTS": v_parts, "V_STAGES": v_parts,
     }  # fmt: skip
@@ -201,16 +206,13 @@ def _has_fp8_pv(f: SimpleNamespace, max_head_dim: int) -> bool:
     return qk_8bit and not int8_q and are_e4m3_of_tensors and f.precision == "fast" and max_head_dim <= 128
 
 
-def _is_ping_pong(f: SimpleNamespace, k: StoredFormat, v: StoredFormat, max_head_dim: int) -> bool:
-    """Returns whether consumers issue their MMAs in turns: over codes with stored scales. There the converter and both
-    softmaxes want the issue slots at the same time.
+def _is_ping_pong(f: SimpleNamespace, k: StoredFormat, max_head_dim: int) -> bool:
+    """Returns whether warpgroups issue their MMAs in turns: over 16-bit caches.
 
-    H100, 2026-11-26, times of 8192 tokens and of 8 × 1024: heads of 128 int8 0.94 and 0.97, fp8 per token and head 0.99
-    and 0.97, nvfp4 0.97 and 1.00, int4 0.97 and 0.96; of 64 0.93 to 0.99; of 256 0.97 to 0.98 in 8 bits, 1.00 to 1.03
-    in 4. Without stored scales 0.97 to 1.03, without a pattern.
+    H200, 2026-11-28, TFLOP/s without and with turns: bf16 8192 599 and 615, 8 × 1024 440 and 473. Beside a converter
+    registers spill: fp8 548 and 504, int8 438 and 382.
     """
-    has_scales = any(side.TOKEN_SCALES or side.BLOCK_SCALES for side in (k, v))
-    return f.k is None and has_scales and max_head_dim <= (128 if 4 in (k.PACK, v.PACK) else 256)
+    return f.k is None and k.PACK == 1 and max_head_dim <= 256
 
 
 def _num_code_stages(f: SimpleNamespace, has_codes: bool, max_head_dim: int) -> int:
@@ -228,8 +230,7 @@ def _first_and_second_consumer_registers(
 ) -> tuple[int, int]:
     """Returns the registers of a thread of each consumer; the converter gets what is left.
 
-    8192 tokens, 24/4 heads of 256, H100, 2026-11-26, TFLOP/s with 208 and 216: fp8 536 and 537, fp8 per token and head
-    448 and 470, int8 440 and 456; nvfp4 467 and 377, int4 448 and 414, whose converter spills.
+    Heads of 256: with 216 the converter spills, with 200 ptxas serializes the MMAs.
 
     QK in 8 bits with token scales, heads of 128: bytes that spill, outside long loops, with 208, 216 and 224: int8 80,
     48 and 120 (Triton 3.6).
@@ -243,7 +244,7 @@ def _first_and_second_consumer_registers(
     qk_8bit, _ = _has_8bit_qk_and_int8_q(f, max_head_dim)
     registers = 216 if (qk_8bit and k.TOKEN_SCALES) or _has_fp8_pv(f, max_head_dim) else 208
     if max_head_dim > 128:
-        registers = 208 if 4 in (k.PACK, v.PACK) else 216
+        registers = 216 if qk_8bit else 208
     return registers, registers
 
 
@@ -318,9 +319,7 @@ def _dtype_shape_strides_and_box(
         num_tokens, heads, d = x.shape
         # The stride of a single token or head may be anything, which a tensor map refuses.
         s_t, s_h = strides[0] if num_tokens > 1 else heads * d, strides[1] if heads > 1 else d
-        query_box = (
-            [ROWS_PER_WARPGROUP // cfg.HEADS_PER_TILE, cfg.HEADS_PER_TILE] if arg_name == "q" else [cfg.BLOCK_N, 1]
-        )
+        query_box = [cfg.TOKENS_PER_TILE, cfg.HEADS_PER_TILE] if arg_name == "q" else [cfg.BLOCK_N, 1]
         return (
             x.dtype, [num_tokens, heads, d], [s_t, s_h, 1],
             [*query_box, min(cfg.DV if arg_name == "v" else cfg.D, _SWIZZLE // size)],

@@ -1,4 +1,4 @@
-"""The converter warpgroup of prefill: dequantizes tiles to 16 bits once, for both consumers.
+"""The converter warpgroup of prefill: dequantizes tiles to 16 bits once, for all consumers.
 
 Block scales and zero points are applied here, exactly in fp16. A K scale per token multiplies the scores in fp32:
 rounded to fp16 it would shift an LSE of 11 by 0.005. A V scale per token multiplies its row in fp16, after the tile's
@@ -308,10 +308,9 @@ def store_tile_v_scale_and_packed_row_scales(stored_scales, k_and_v_scales, iter
 @gluon.jit
 def acquire_k_stages_and_store_k_scales(stored_scales, k_stages, k_token_scales, iter, cfg: gl.constexpr):
     """Waits for a tile's free K stages, as the copy does, and stores its token scales of K."""
-    STAGES: gl.constexpr = k_stages.tiles.shape[0]
     PARTS: gl.constexpr = cfg.K_PARTS
     for part in gl.static_range(PARTS):
-        producer_acquire(k_stages.empty_barriers, iter * PARTS + part, STAGES)
+        producer_acquire(k_stages.empty_barriers, iter * PARTS + part, k_stages.tiles.shape[0])
     if cfg.K.TOKEN_SCALES:
         stored_scales.k_scales_smem.index(stage_and_phase(iter, cfg.STAGES)[0]).store(k_token_scales)
 
@@ -449,14 +448,15 @@ def dequant_v_column_parts(
 
 
 @gluon.jit
-def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, k_stages, v_stages, cfg: gl.constexpr):
+def converter(args, cfg: gl.constexpr):
     """Dequantizes every tile of every work tile of this CTA."""
+    stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, k_stages, v_stages = args
     HAS_TOKEN_SCALES: gl.constexpr = cfg.K.TOKEN_SCALES or cfg.V.TOKEN_SCALES
     HAS_STORED_SCALES: gl.constexpr = HAS_TOKEN_SCALES or cfg.K.BLOCK_SCALES or cfg.V.BLOCK_SCALES
     num_done, iter, code_iter = 0, 0, 0
     mbarrier.wait(q_stages.full_barriers.index(I_CONVERTER), 0)
-    work_tile, cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONVERTER))
-    mbarrier.arrive(q_stages.empty_barriers.index(I_CONVERTER), count=1)
+    work_tile, cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONVERTER), True)
+    mbarrier.arrive(q_stages.empty_barriers.index(I_CONVERTER), count=cfg.CONSUMER_WARPS)
     while work_tile.num_n_blocks > 0:
         key_begin, key_end, num_n_blocks, n_block_end = (
             work_tile.key_begin, work_tile.key_end, work_tile.num_n_blocks, work_tile.n_block_end,
@@ -545,5 +545,5 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
             code_iter -= num_iters - num_n_blocks
         num_done += 1
         mbarrier.wait(q_stages.full_barriers.index(I_CONVERTER), num_done & 1)
-        work_tile, cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONVERTER))
-        mbarrier.arrive(q_stages.empty_barriers.index(I_CONVERTER), count=1)
+        work_tile, cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONVERTER), True)
+        mbarrier.arrive(q_stages.empty_barriers.index(I_CONVERTER), count=cfg.CONSUMER_WARPS)

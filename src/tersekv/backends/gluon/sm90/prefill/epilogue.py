@@ -36,24 +36,30 @@ QUAD_TRANSPOSE_PTX = gl.constexpr(
 
 
 @gluon.constexpr_function
-def quad_transpose_layout(columns):
-    """Returns the layout of an accumulator [64, columns], viewed as [rows, groups of 32 columns, 4 registers, 4 lanes,
-    pairs], in which a thread's 8 values of a row and group are consecutive registers."""
+def quad_transpose_layout(rows, columns):
+    """Returns the layout of an accumulator, viewed as [rows, groups of 32 columns, 4 registers, 4 lanes, pairs], in
+    which a thread's 8 values of a row and group are consecutive registers."""
     more_columns = [[0, 1 << i, 0, 0, 0] for i in range((columns // 32).bit_length() - 1)]
     registers = [[0, 0, 0, 0, 1], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [8, 0, 0, 0, 0], *more_columns]
     lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]]
     return gl.DistributedLinearLayout(
-        registers, lanes, [[16, 0, 0, 0, 0], [32, 0, 0, 0, 0]], [], [64, columns // 32, 4, 4, 2]
+        registers,
+        lanes,
+        [[16 << i, 0, 0, 0, 0] for i in range((rows // 16).bit_length() - 1)],
+        [],
+        [rows, columns // 32, 4, 4, 2],
     )
 
 
 @gluon.constexpr_function
-def adjacent_columns_layout(columns):
+def adjacent_columns_layout(rows, columns):
     """Returns the accumulator's layout with lanes exchanged: each holds 8 adjacent columns of a row."""
     more_columns = [[0, 32 << i] for i in range((columns // 32).bit_length() - 1)]
     registers = [[0, 1], [0, 2], [0, 4], [8, 0], *more_columns]
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, columns])
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[16 << i, 0] for i in range((rows // 16).bit_length() - 1)], [], [rows, columns]
+    )
 
 
 @gluon.jit
@@ -62,10 +68,10 @@ def transpose_quads(out):
     ROWS: gl.constexpr = out.shape[0]
     COLUMNS: gl.constexpr = out.shape[1]
     x = gl.reshape(out, [ROWS, COLUMNS // 32, 4, 4, 2])
-    x = gl.convert_layout(x, quad_transpose_layout(COLUMNS))
+    x = gl.convert_layout(x, quad_transpose_layout(ROWS, COLUMNS))
     x = gl.inline_asm_elementwise(QUAD_TRANSPOSE_PTX, "=&r,=&r,=&r,=&r,r,r,r,r", [x], x.dtype, False, 8)
     out = gl.reshape(gl.permute(x, (0, 1, 3, 2, 4)), [ROWS, COLUMNS])
-    return gl.convert_layout(out, adjacent_columns_layout(COLUMNS), assert_trivial=True)
+    return gl.convert_layout(out, adjacent_columns_layout(ROWS, COLUMNS), assert_trivial=True)
 
 
 @gluon.jit
@@ -73,7 +79,7 @@ def store_output_columns(OUT, acc_o, acc_scale, rows, strides, FIRST_COLUMN: gl.
     """Stores acc_o × acc_scale as output columns from FIRST_COLUMN on."""
     # Beside int32 scores of the next tile, registers spill.
     ADJACENT: gl.constexpr = OUT.dtype.element_ty.primitive_bitwidth == 16 and not cfg.INT8_Q
-    L: gl.constexpr = adjacent_columns_layout(acc_o.shape[1]) if ADJACENT else acc_o.type.layout
+    L: gl.constexpr = adjacent_columns_layout(acc_o.shape[0], acc_o.shape[1]) if ADJACENT else acc_o.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, L)
     tokens, q_heads, m_row = rows
     o_d = FIRST_COLUMN + gl.arange(0, acc_o.shape[1], gl.SliceLayout(0, L))

@@ -1,8 +1,9 @@
 """Prefill attention on sm_90: a persistent, warp-specialized kernel.
 
-A producer warp copies queries and KV tiles by TMA (`producer`); two consumer warpgroups compute 64 query rows each
-(`mainloop`); over a quantized cache a converter warpgroup dequantizes tiles to 16 bits for both (`converter`), V only
-where QK runs in 8 bits. They synchronise by mbarriers alone. `tile_scheduler` orders the work tiles.
+A producer warp copies queries and KV tiles by TMA (`producer`); two consumer warpgroups, one partition, compute 64
+query rows each (`mainloop`); over a quantized cache a converter warpgroup dequantizes tiles to 16 bits for both
+(`converter`), V only where QK runs in 8 bits. They synchronise by mbarriers, and by turns
+(`cfg.PING_PONG`). `tile_scheduler` orders the work tiles.
 
 Heads wider than 256 (`cfg.COLUMN_SPLIT`): both consumers have the same 64 rows and each half of V's columns. The first
 computes P and passes it on to the second (`columns`); stages are parts of 128 columns.
@@ -20,12 +21,12 @@ from ..parts.dequant import load_device_or_host_scale, mma_dtype
 from ..parts.hadamard import RotationTensors
 from ..parts.online_softmax import LOG2E
 from ..parts.pipeline import allocate_mbarriers, pdl_launch_dependents, pdl_wait
+from ..parts.warp_mbarriers import allocate_mbarriers_and_address
 from .columns import second_column_half_consumer, second_column_half_consumer_new_then_cached
 from .converter import StoredScales, converter
 from .mainloop import CallScales, NewAndCachedScales, SharedP, consumer, consumer_new_then_cached
 from .producer import PipelineStages, producer
-from .query import ROWS_PER_WARPGROUP
-from .tile_scheduler import PAGE_IDS_ROW, TILE_INFO_FIELDS, load_q_begin
+from .tile_scheduler import NUM_READERS, PAGE_IDS_ROW, TILE_INFO_FIELDS, load_q_begin
 
 # ---- shared memory ----
 
@@ -38,13 +39,22 @@ def allocate_tiles(dtype: gl.constexpr, STAGES: gl.constexpr, NUM_ROWS: gl.const
 
 
 @gluon.jit
-def allocate_stages_and_mbarriers(
-    dtype: gl.constexpr, STAGES: gl.constexpr, NUM_ROWS: gl.constexpr, NUM_COLUMNS: gl.constexpr,
-    NUM_READERS: gl.constexpr, NUM_WRITERS: gl.constexpr = 1,
-):  # fmt: skip
-    """Allocates tiles with their full and empty barriers."""
+def allocate_stages_and_mbarriers(dtype: gl.constexpr, STAGES: gl.constexpr, NUM_ROWS: gl.constexpr,
+                                  NUM_COLUMNS: gl.constexpr):  # fmt: skip
+    """Allocates tiles with their full and empty barriers, which consumers do not use."""
     tiles = allocate_tiles(dtype, STAGES, NUM_ROWS, NUM_COLUMNS)
-    return PipelineStages(tiles, allocate_mbarriers(STAGES, NUM_WRITERS), allocate_mbarriers(STAGES, NUM_READERS))
+    return PipelineStages(tiles, allocate_mbarriers(STAGES), allocate_mbarriers(STAGES), 0)
+
+
+@gluon.jit
+def allocate_consumer_stages(
+    dtype: gl.constexpr, STAGES: gl.constexpr, NUM_ROWS: gl.constexpr, NUM_COLUMNS: gl.constexpr,
+    NUM_BARRIERS: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr,
+):  # fmt: skip
+    """Allocates tiles with full and empty barriers. READERS: warps that read a stage"""
+    tiles = allocate_tiles(dtype, STAGES, NUM_ROWS, NUM_COLUMNS)
+    full, empty, address = allocate_mbarriers_and_address(NUM_BARRIERS, WRITERS, READERS)
+    return PipelineStages(tiles, full, empty, address)
 
 
 @gluon.jit
@@ -53,86 +63,73 @@ def view_as_codes(stages, DTYPE: gl.constexpr):
     NUM_COLUMNS: gl.constexpr = 2 * stages.tiles.shape[2]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(NUM_COLUMNS, 128), 8, 2)
     tiles = reinterpret(stages.tiles, DTYPE, [stages.tiles.shape[0], stages.tiles.shape[1], NUM_COLUMNS], LAYOUT)
-    return PipelineStages(tiles, stages.full_barriers, stages.empty_barriers)
+    return PipelineStages(tiles, stages.full_barriers, stages.empty_barriers, stages.address)
 
 
-# ---- the second consumer warpgroup of every head size ----
+# ---- warp roles: those that this kernel has, with K and V of the new tokens as arguments or without ----
 
 
 @gluon.jit
-def second_consumer_rows_or_columns(
-    out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-    Q_DTYPE: gl.constexpr, cfg: gl.constexpr,
-):  # fmt: skip
-    """Runs the second consumer: of other columns, or of other rows."""
-    if cfg.COLUMN_SPLIT:
-        second_column_half_consumer(out_lse_and_sinks[0], strides, q_stages, tile_info, v_stages, shared_p, cfg)
+def first_consumer(args, Q_DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr, new_cfg: gl.constexpr):
+    """Runs the only consumer, or the first one of COLUMN_SPLIT."""
+    if cfg.HAS_NEW_KV:
+        consumer_new_then_cached(args, Q_DTYPE, NEW_DTYPE, cfg, new_cfg)
     else:
-        consumer(out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
-                 shared_p, 1, Q_DTYPE, cfg)  # fmt: skip
+        consumer(args, Q_DTYPE, cfg)
 
 
 @gluon.jit
-def second_consumer_rows_or_columns_new_then_cached(
-    out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-    Q_DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr, new_cfg: gl.constexpr,
-):  # fmt: skip
-    """Does `second_consumer_rows_or_columns` where K and V of the new tokens are arguments of the call."""
-    if cfg.COLUMN_SPLIT:
-        second_column_half_consumer_new_then_cached(
-            out_lse_and_sinks[0], strides, q_stages, tile_info, v_stages, shared_p, NEW_DTYPE, cfg, new_cfg
-        )
+def second_consumer(args, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr, new_cfg: gl.constexpr):
+    """Runs the second consumer of COLUMN_SPLIT."""
+    if cfg.HAS_NEW_KV:
+        second_column_half_consumer_new_then_cached(args, NEW_DTYPE, cfg, new_cfg)
     else:
-        consumer_new_then_cached(
-            out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-            1, Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
-        )  # fmt: skip
-
-
-# ---- warp roles where K and V of the new tokens are arguments ----
+        second_column_half_consumer(args, cfg)
 
 
 @gluon.jit
-def warp_specialize_with_new_kv(out_lse_and_sinks, call_scales, strides, smem_of_q_tile_info_kv_and_p, code_stages,
-                                stored_scales, tensor_maps, new_maps, page_table_and_lengths, B,
-                                Q_DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr,
-                                cfg: gl.constexpr, new_cfg: gl.constexpr):  # fmt: skip
-    """Runs all warp roles where K and V of the new tokens are arguments of the call."""
-    q_stages, tile_info, k_stages, v_stages, shared_p = smem_of_q_tile_info_kv_and_p
-    new_kv_stages = (k_stages, v_stages)
-    if cfg.CODE_STAGES > 0:
+def warp_specialize(
+    converter_args, consumer_args, second_consumer_args, producer_args, Q_DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr,
+    cfg: gl.constexpr, new_cfg: gl.constexpr,
+):  # fmt: skip
+    """Runs the warp roles."""
+    FIRST: gl.constexpr = cfg.CONSUMER_REGISTERS
+    SECOND: gl.constexpr = cfg.SECOND_CONSUMER_REGISTERS
+    if cfg.COLUMN_SPLIT and cfg.CODE_STAGES > 0:
         gl.warp_specialize(
             [
-                (converter, (stored_scales, q_stages, tile_info, code_stages[0], code_stages[1], k_stages, v_stages,
-                             cfg)),
-                (consumer_new_then_cached, (
-                    out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
-                    shared_p, 0, Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
-                )),
-                (second_consumer_rows_or_columns_new_then_cached, (
-                    out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
-                    shared_p, Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
-                )),
-                (producer, (tensor_maps, new_maps, page_table_and_lengths, B, stored_scales.stride_table_b, q_stages,
-                            tile_info, code_stages[0], code_stages[1], new_kv_stages, cfg)),
+                (converter, (converter_args, cfg)),
+                (first_consumer, (consumer_args, Q_DTYPE, NEW_DTYPE, cfg, new_cfg)),
+                (second_consumer, (second_consumer_args, NEW_DTYPE, cfg, new_cfg)),
+                (producer, (producer_args, cfg)),
             ],
-            [4, 4, 1], [cfg.CONSUMER_REGISTERS, cfg.SECOND_CONSUMER_REGISTERS, 24],
+            [4, 4, 1], [FIRST, SECOND, 24],
+        )  # fmt: skip
+    elif cfg.COLUMN_SPLIT:
+        gl.warp_specialize(
+            [
+                (first_consumer, (consumer_args, Q_DTYPE, NEW_DTYPE, cfg, new_cfg)),
+                (second_consumer, (second_consumer_args, NEW_DTYPE, cfg, new_cfg)),
+                (producer, (producer_args, cfg)),
+            ],
+            [4, 1], [SECOND, 24],
+        )  # fmt: skip
+    elif cfg.CODE_STAGES > 0:
+        gl.warp_specialize(
+            [
+                (converter, (converter_args, cfg)),
+                (first_consumer, (consumer_args, Q_DTYPE, NEW_DTYPE, cfg, new_cfg)),
+                (producer, (producer_args, cfg)),
+            ],
+            [8, 1], [FIRST, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (consumer_new_then_cached, (
-                    out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
-                    shared_p, 0, Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
-                )),
-                (second_consumer_rows_or_columns_new_then_cached, (
-                    out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
-                    shared_p, Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
-                )),
-                (producer, (tensor_maps, new_maps, page_table_and_lengths, B, stored_scales.stride_table_b, q_stages,
-                            tile_info, k_stages, v_stages, new_kv_stages, cfg)),
+                (first_consumer, (consumer_args, Q_DTYPE, NEW_DTYPE, cfg, new_cfg)),
+                (producer, (producer_args, cfg)),
             ],
-            [4, 1], [cfg.SECOND_CONSUMER_REGISTERS, 24],
+            [1], [24],
         )  # fmt: skip
 
 
@@ -160,7 +157,7 @@ def store_empty_output_of_padding_rows(OUT, LSE, padding_begin, T, strides, cfg:
 @gluon.jit(do_not_specialize=["SEQ_LENS", "CU_SEQLENS_Q", "B", "T"])
 def prefill_kernel(
     Q, K, V, K_NEW, V_NEW, K_SCALES, V_SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, K_SIGNS, V_SIGNS,
-    K_CHANNEL_SCALES, V_CHANNEL_SCALES,
+    K_CHANNEL_SCALES, V_CHANNEL_SCALES, WORK_COUNTER,
     softmax_scale, SOFTMAX_SCALE, k_scale, K_SCALE, v_scale, V_SCALE, out_scale, OUT_SCALE, softcap,
     B, T, stride_table_b, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg: gl.constexpr,
     new_cfg: gl.constexpr,
@@ -170,42 +167,39 @@ def prefill_kernel(
     MMA_DTYPE: gl.constexpr = mma_dtype(cfg)
     Q_DTYPE: gl.constexpr = Q.dtype
     STAGES: gl.constexpr = cfg.STAGES
-    READERS: gl.constexpr = 1 if cfg.COLUMN_SPLIT else 2  # consumers that read a stage of K or V
+    READERS: gl.constexpr = cfg.CONSUMER_WARPS
     UNSWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     UNSWIZZLED_2D: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    if cfg.COLUMN_SPLIT:  # the one query tile of both consumers, in parts of its columns
-        q_tiles = allocate_tiles(MMA_DTYPE, cfg.K_PARTS, ROWS_PER_WARPGROUP, cfg.K_COLUMNS)
-    else:
-        q_tiles = allocate_tiles(MMA_DTYPE, 2, ROWS_PER_WARPGROUP, cfg.D)
-    TILE_INFO_READERS: gl.constexpr = 3 if cfg.CODE_STAGES > 0 else 2  # consumers and converter
-    q_stages = PipelineStages(
-        q_tiles, allocate_mbarriers(TILE_INFO_READERS, 1), allocate_mbarriers(TILE_INFO_READERS, 1)
+    q_stages = allocate_consumer_stages(
+        MMA_DTYPE, cfg.K_PARTS, cfg.CONSUMER_ROWS, cfg.K_COLUMNS, NUM_READERS, 1, READERS
     )
     if cfg.QK_8BIT:
         WRITERS: gl.constexpr = 2 if cfg.SCALES_FILL_K else 1  # the copy, and the converter
-        k_stages = allocate_stages_and_mbarriers(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_K, READERS, WRITERS)
+        k_stages = allocate_consumer_stages(
+            gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_K, cfg.CODE_STAGES, WRITERS, READERS
+        )
     else:
-        k_stages = allocate_stages_and_mbarriers(MMA_DTYPE, cfg.K_STAGES, cfg.BLOCK_N, cfg.K_COLUMNS, READERS)
+        k_stages = allocate_consumer_stages(
+            MMA_DTYPE, cfg.K_STAGES, cfg.BLOCK_N, cfg.K_COLUMNS, cfg.K_STAGES, 1, READERS
+        )
     if cfg.FP8_PV:
-        v_stages = allocate_stages_and_mbarriers(gl.int16, cfg.STAGES, cfg.DV, cfg.BLOCK_N // 2, 2)
+        v_stages = allocate_consumer_stages(gl.int16, cfg.STAGES, cfg.DV, cfg.BLOCK_N // 2, cfg.STAGES, 1, READERS)
     else:
-        v_stages = allocate_stages_and_mbarriers(MMA_DTYPE, cfg.V_STAGES, cfg.BLOCK_N, cfg.V_COLUMNS, READERS)
+        v_stages = allocate_consumer_stages(
+            MMA_DTYPE, cfg.V_STAGES, cfg.BLOCK_N, cfg.V_COLUMNS, cfg.V_STAGES, 1, READERS
+        )
     if cfg.COLUMN_SPLIT:
         p_tiles = gl.allocate_shared_memory(
-            MMA_DTYPE, [STAGES, ROWS_PER_WARPGROUP, cfg.BLOCK_N], gl.NVMMASharedLayout(128, 16, 2)
+            MMA_DTYPE, [STAGES, cfg.CONSUMER_ROWS, cfg.BLOCK_N], gl.NVMMASharedLayout(128, 16, 2)
         )
-        rescales = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS_PER_WARPGROUP], UNSWIZZLED)
-        acc_scales = gl.allocate_shared_memory(gl.float32, [ROWS_PER_WARPGROUP], UNSWIZZLED)
+        rescales = gl.allocate_shared_memory(gl.float32, [STAGES, cfg.CONSUMER_ROWS], UNSWIZZLED)
+        acc_scales = gl.allocate_shared_memory(gl.float32, [cfg.CONSUMER_ROWS], UNSWIZZLED)
         p_full, p_empty = allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, 1)
-        # No ping-pong here: the first field is a placeholder.
         shared_p = SharedP(
-            p_full, p_tiles, rescales, p_full, p_empty, acc_scales, allocate_mbarriers(1, 1), allocate_mbarriers(1, 1)
+            p_tiles, rescales, p_full, p_empty, acc_scales, allocate_mbarriers(1, 1), allocate_mbarriers(1, 1)
         )
     else:
-        warp_scheduler_barriers = None
-        if cfg.PING_PONG:
-            warp_scheduler_barriers = allocate_mbarriers(2, 1)
-        shared_p = SharedP(warp_scheduler_barriers, None, None, None, None, None, None, None)
+        shared_p = SharedP(None, None, None, None, None, None, None)
     tile_info = gl.allocate_shared_memory(gl.int32, [PAGE_IDS_ROW + 1, TILE_INFO_FIELDS], UNSWIZZLED)
     # Placeholders: without stored scales none is read.
     k_scales_smem, row_scales_smem, tile_v_scales = tile_info, tile_info, tile_info
@@ -237,8 +231,8 @@ def prefill_kernel(
             K_DTYPE: gl.constexpr = gl.int8 if cfg.K.CODE == "int8" else gl.float8e4nv
             k_stages = view_as_codes(k_code_stages, K_DTYPE)
         else:
-            k_code_stages = allocate_stages_and_mbarriers(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_K, 1)
-        v_code_stages = allocate_stages_and_mbarriers(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_V, 1)
+            k_code_stages = allocate_stages_and_mbarriers(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_K)
+        v_code_stages = allocate_stages_and_mbarriers(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_V)
     fence_async_shared()
     # Wait for the previous kernel; then scales and padding.
     pdl_wait()
@@ -257,48 +251,29 @@ def prefill_kernel(
     out_lse_and_sinks = (OUT, LSE, SINKS)
     rotation = RotationTensors(K_SIGNS, V_SIGNS, K_CHANNEL_SCALES, V_CHANNEL_SCALES)
     tensor_maps, page_table_and_lengths = (Q, K, V), (PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q)
-    # Warp roles: converter, two consumers, producer.
+    # Warp roles.
+    v_read_stages = v_stages
+    if cfg.FP8_PV:
+        v_read_stages = view_as_codes(v_stages, gl.float8e4nv)
+    converter_args = (stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, k_stages, v_stages)
+    second_consumer_args = (OUT, strides, q_stages, tile_info, v_stages, shared_p)
     if cfg.HAS_NEW_KV:
         call_scales = NewAndCachedScales(
             score_scale, cached_score_scale, K_SCALE, cached_v_scale, V_SCALE, output_scale, softcap, rotation
         )
-        NEW_DTYPE: gl.constexpr = K_NEW.dtype
-        smem_of_q_tile_info_kv_and_p, code_stages, new_maps = (
-            (q_stages, tile_info, k_stages, v_stages, shared_p), (k_code_stages, v_code_stages), (K_NEW, V_NEW),
-        )  # fmt: skip
-        warp_specialize_with_new_kv(
-            out_lse_and_sinks, call_scales, strides, smem_of_q_tile_info_kv_and_p, code_stages, stored_scales,
-            tensor_maps, new_maps, page_table_and_lengths, B, Q_DTYPE, NEW_DTYPE, cfg, new_cfg,
-        )  # fmt: skip
-    elif cfg.CODE_STAGES > 0:
-        call_scales = CallScales(cached_score_scale, K_SCALE, cached_v_scale * output_scale, V_SCALE, softcap, rotation)
-        v_read_stages = v_stages
-        if cfg.FP8_PV:
-            v_read_stages = view_as_codes(v_stages, gl.float8e4nv)
-        gl.warp_specialize(
-            [
-                (converter, (stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, k_stages, v_stages,
-                             cfg)),
-                (consumer, (out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_read_stages,
-                            stored_scales, shared_p, 0, Q_DTYPE, cfg)),
-                (second_consumer_rows_or_columns, (out_lse_and_sinks, call_scales, strides, q_stages, tile_info,
-                                                   k_stages, v_read_stages, stored_scales, shared_p, Q_DTYPE, cfg)),
-                (producer, (tensor_maps, tensor_maps, page_table_and_lengths, B, stride_table_b, q_stages, tile_info,
-                            k_code_stages, v_code_stages, tensor_maps, cfg)),
-            ],
-            [4, 4, 1], [cfg.CONSUMER_REGISTERS, cfg.SECOND_CONSUMER_REGISTERS, 24],
-        )  # fmt: skip
+        new_maps, new_kv_stages = (K_NEW, V_NEW), (k_stages, v_stages)
     else:
         call_scales = CallScales(cached_score_scale, K_SCALE, cached_v_scale * output_scale, V_SCALE, softcap, rotation)
-        gl.warp_specialize(
-            [
-                (consumer, (out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages,
-                            stored_scales, shared_p, 0, Q_DTYPE, cfg)),
-                (second_consumer_rows_or_columns, (out_lse_and_sinks, call_scales, strides, q_stages, tile_info,
-                                                   k_stages, v_stages, stored_scales, shared_p, Q_DTYPE, cfg)),
-                (producer, (tensor_maps, tensor_maps, page_table_and_lengths, B, stride_table_b, q_stages, tile_info,
-                            k_stages, v_stages, tensor_maps, cfg)),
-            ],
-            [4, 1], [cfg.SECOND_CONSUMER_REGISTERS, 24],
-        )  # fmt: skip
+        new_maps, new_kv_stages = tensor_maps, tensor_maps  # placeholders
+    NEW_DTYPE: gl.constexpr = K_NEW.dtype if cfg.HAS_NEW_KV else Q_DTYPE
+    consumer_args = (out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_read_stages,
+                     stored_scales, shared_p)  # fmt: skip
+    producer_args = (tensor_maps, new_maps, WORK_COUNTER, page_table_and_lengths, B, stride_table_b, q_stages,
+                     tile_info, k_code_stages, v_code_stages, new_kv_stages)  # fmt: skip
+    warp_specialize(
+        converter_args, consumer_args, second_consumer_args, producer_args, Q_DTYPE, NEW_DTYPE, cfg, new_cfg
+    )
+    # NOTE: the compiler sees no use by address, and would reuse their memory (`pipeline.allocate_mbarrier_groups`).
+    k_stages.full_barriers._keep_alive()
+    v_stages.full_barriers._keep_alive()
     pdl_launch_dependents()

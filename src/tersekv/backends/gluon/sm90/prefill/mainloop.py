@@ -1,4 +1,7 @@
-"""The consumer warpgroup of prefill: 64 query rows of each of its CTA's work tiles.
+"""The consumer of prefill: two warpgroups with 64 query rows each of every work tile of their CTA, in one partition.
+
+They run the same instructions, so that these take half as much of the instruction cache as in two partitions, and are
+not in lockstep: `parts/warp_mbarriers`.
 
 QK of a block overlaps PV of the block before, across work tiles too. n_blocks run from the last to the first: the
 causal mask applies to the first ones, and the long loop needs no mask but a window's, at its end.
@@ -38,10 +41,11 @@ from ..parts.online_softmax import (
     unpack_p_16bit,
 )
 from ..parts.pipeline import producer_acquire, stage_and_phase, sync_and_arrive
+from ..parts.warp_mbarriers import first_empty, give_first_turn, pass_turn, wait_turn, warp_arrive, warp_wait
 from .epilogue import store_output_columns
 from .producer import PipelineStages
-from .query import ROWS_PER_WARPGROUP, prepare_loaded_query_and_q_scales, score_layout, view_query_parts_as
-from .tile_scheduler import WorkTile, kv_head_of, read_work_tile_and_cached_range
+from .query import prepare_loaded_query_and_q_scales, score_layout, view_query_parts_as
+from .tile_scheduler import NUM_READERS, WorkTile, kv_head_of, read_work_tile_and_cached_range
 
 MIN_SCALE = gl.constexpr(1e-30)  # of scores: −inf × MIN_SCALE is −inf
 MIN_V_SCALE = gl.constexpr(1e-30)  # of cached V: acc_o is divided by it
@@ -81,7 +85,7 @@ class NewAndCachedScales(NamedTuple):
 
 
 class MaskArgs(NamedTuple):
-    """The keys that a warpgroup's rows see."""
+    """The keys that the consumer's rows see."""
 
     causal_limit: gl.tensor  # last key that each row sees
     key_begin: gl.tensor  # first key that any row of the work tile sees
@@ -96,10 +100,9 @@ class TileVScale(NamedTuple):
 
 
 class SharedP(NamedTuple):
-    """What consumers share. COLUMN_SPLIT: what the first one computes for both, of a block P and the rescale of acc_o
-    before its PV, of a work tile acc_scale of its rows. PING_PONG: a barrier for each consumer's turn."""
+    """What the first consumer computes for both (COLUMN_SPLIT): of a block P and the rescale of acc_o before its PV, of
+    a work tile acc_scale of its rows."""
 
-    warp_scheduler_barriers: gl.shared_memory_descriptor
     tiles: gl.shared_memory_descriptor
     rescales: gl.shared_memory_descriptor
     full_barriers: gl.shared_memory_descriptor
@@ -112,25 +115,26 @@ class SharedP(NamedTuple):
 @gluon.constexpr_function
 def acc_layout(cfg):
     # With a converter warpgroup ptxas allots 128 registers to an instruction: too few for 256 columns at once.
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(cfg.ACC_COLUMNS, 128 if cfg.CONVERTS_KV else 256), 16])
+    return gl.NVMMADistributedLayout(
+        [3, 0], [cfg.CONSUMER_WARPS, 1], [16, min(cfg.ACC_COLUMNS, 128 if cfg.CONVERTS_KV else 256), 16]
+    )
 
 
-# ---- ping-pong: consumers issue the MMAs of a block in turns, so that one's softmax overlaps the other's MMAs ----
-
-
-@gluon.jit
-def warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER: gl.constexpr, cfg: gl.constexpr, enabled=True):
-    """Waits until the other consumer has issued its MMAs: of this block, or of the last one."""
-    if cfg.PING_PONG:
-        phase = (iter & 1) ^ (1 - I_CONSUMER)
-        mbarrier.wait(shared_p.warp_scheduler_barriers.index(I_CONSUMER), phase, pred=enabled)
+# ---- ping-pong: warpgroups issue the MMAs of a block in turns, so that one's softmax overlaps the other's MMAs ----
 
 
 @gluon.jit
-def warp_scheduler_barrier_arrive(shared_p, I_CONSUMER: gl.constexpr, cfg: gl.constexpr, enabled=True):
-    """Lets the other consumer issue its MMAs."""
+def wait_turn_if_any(cfg: gl.constexpr):
+    """Waits for this warpgroup's turn to issue MMAs, if there are turns."""
     if cfg.PING_PONG:
-        mbarrier.arrive(shared_p.warp_scheduler_barriers.index(1 - I_CONSUMER), count=1, pred=enabled)
+        wait_turn()
+
+
+@gluon.jit
+def pass_turn_if_any(cfg: gl.constexpr):
+    """Lets the other warpgroup issue its MMAs."""
+    if cfg.PING_PONG:
+        pass_turn()
 
 
 # ---- QK ----
@@ -138,25 +142,25 @@ def warp_scheduler_barrier_arrive(shared_p, I_CONSUMER: gl.constexpr, cfg: gl.co
 
 @gluon.jit
 def wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg: gl.constexpr, must_wait=True):
-    """Waits for a K tile and starts QK; returns scores [64, BLOCK_N] in flight. Of parts, all but the last are released
-    as soon as they are multiplied."""
+    """Waits for a K tile and starts QK; returns scores [rows, BLOCK_N] in flight. Of parts, all but the last are
+    released as soon as they are multiplied."""
     ACC: gl.constexpr = gl.int32 if cfg.QK_8BIT and cfg.K.CODE == "int8" else gl.float32
-    zero = gl.full([ROWS_PER_WARPGROUP, cfg.BLOCK_N], 0, ACC, score_layout(cfg))
+    zero = gl.full([cfg.CONSUMER_ROWS, cfg.BLOCK_N], 0, ACC, score_layout(cfg))
     if cfg.COLUMN_SPLIT:
         STAGES: gl.constexpr = k_stages.tiles.shape[0]
         q_parts = view_query_parts_as(q_stages, k_stages.tiles.dtype)
         s = zero
         for part in range(cfg.K_PARTS):
             stage, phase = stage_and_phase(iter * cfg.K_PARTS + part, STAGES)
-            mbarrier.wait(k_stages.full_barriers.index(stage), phase, pred=must_wait)
+            warp_wait(k_stages.address, stage, phase, must_wait)
             k = k_stages.tiles.index(stage).permute((1, 0))
             s = warpgroup_mma_wait(1, [warpgroup_mma(q_parts.index(part), k, s, is_async=True)])
             prev_stage, _ = stage_and_phase(iter * cfg.K_PARTS + part - 1, STAGES)
-            mbarrier.arrive(k_stages.empty_barriers.index(prev_stage), count=1, pred=(part > 0) & must_wait)
+            warp_arrive(k_stages.address, first_empty(k_stages.tiles.shape[0]) + prev_stage, (part > 0) & must_wait)
         return s
     else:
         stage, phase = stage_and_phase(iter, cfg.STAGES)
-        mbarrier.wait(k_stages.full_barriers.index(stage), phase, pred=must_wait)
+        warp_wait(k_stages.address, stage, phase, must_wait)
         return warpgroup_mma(q, k_stages.tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
@@ -164,7 +168,7 @@ def wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg: gl.constexpr, must_wai
 def release_k(k_stages, iter, cfg: gl.constexpr, enabled=True):
     """Releases a K tile after QK, of parts the last one."""
     stage, _ = stage_and_phase(iter * cfg.K_PARTS + (cfg.K_PARTS - 1), k_stages.tiles.shape[0])
-    mbarrier.arrive(k_stages.empty_barriers.index(stage), count=1, pred=enabled)
+    warp_arrive(k_stages.address, first_empty(k_stages.tiles.shape[0]) + stage, enabled)
 
 
 @gluon.jit
@@ -191,27 +195,24 @@ def apply_k_scales(s, k_scales, cfg: gl.constexpr):
 
 
 @gluon.jit
-def make_mask_args(work_tile, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
-    """Returns the MaskArgs of this warpgroup's rows."""
-    o_r = I_CONSUMER * ROWS_PER_WARPGROUP + gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, score_layout(cfg)))
+def make_mask_args(work_tile, cfg: gl.constexpr):
+    """Returns the MaskArgs of the consumer's rows."""
+    o_r = gl.arange(0, cfg.CONSUMER_ROWS, gl.SliceLayout(1, score_layout(cfg)))
     return MaskArgs(work_tile.causal_limit + o_r // cfg.HEADS_PER_TILE, work_tile.key_begin, work_tile.key_end)
 
 
 @gluon.jit
-def lowest_n_block_and_unmasked_range(work_tile, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
+def lowest_n_block_and_unmasked_range(work_tile, cfg: gl.constexpr):
     """Returns (first n_block, unmasked_begin, unmasked_end): all rows see every key of blocks in the range.
 
     The last n_block is never in the range: it is computed first, with a mask.
     """
     first_n_block = work_tile.n_block_end - work_tile.num_n_blocks
-    FIRST_TOKEN: gl.constexpr = I_CONSUMER * (ROWS_PER_WARPGROUP // cfg.HEADS_PER_TILE)
-    unmasked_end = gl.maximum(gl.minimum(work_tile.key_end, work_tile.causal_limit + FIRST_TOKEN + 1), 0) // cfg.BLOCK_N
+    unmasked_end = gl.maximum(gl.minimum(work_tile.key_end, work_tile.causal_limit + 1), 0) // cfg.BLOCK_N
     unmasked_end = gl.minimum(gl.maximum(unmasked_end, first_n_block), work_tile.n_block_end - 1)
     unmasked_begin = first_n_block
     if cfg.WINDOW > 0:
-        key = gl.maximum(
-            work_tile.causal_limit + FIRST_TOKEN + ROWS_PER_WARPGROUP // cfg.HEADS_PER_TILE - cfg.WINDOW, 0
-        )
+        key = gl.maximum(work_tile.causal_limit + cfg.TOKENS_PER_TILE - cfg.WINDOW, 0)
         unmasked_begin = gl.minimum(gl.maximum((key + cfg.BLOCK_N - 1) // cfg.BLOCK_N, first_n_block), unmasked_end)
     if cfg.HAS_NEW_KV:
         unmasked_begin = gl.minimum(
@@ -231,7 +232,7 @@ def load_log2_and_inv_tile_v_scale(stored_scales, iter, cfg: gl.constexpr):
     """Returns the TileVScale of a tile whose K stage is full and not released yet."""
     if cfg.V.TOKEN_SCALES:
         x = stored_scales.tile_v_scales.index(stage_and_phase(iter, 2 * cfg.STAGES)[0]).load(
-            gl.BlockedLayout([2], [32], [4], [0])
+            gl.BlockedLayout([2], [32], [cfg.CONSUMER_WARPS], [0])
         )
         o = gl.arange(0, 2, x.type.layout)
         return TileVScale(gl.sum(gl.where(o == 0, x, 0.0), 0), gl.sum(gl.where(o == 1, x, 0.0), 0))
@@ -259,9 +260,9 @@ def softmax_p_lane_sums_max_and_rescale(
 
 @gluon.jit
 def zero_oob_v_rows_in_smem(smem_v, key_begin, key_end):
-    """Zeros rows of V outside [key_begin, key_end): 0 × NaN is NaN. Both consumers may do so at the same time."""
+    """Zeros rows of V outside [key_begin, key_end): 0 × NaN is NaN."""
     CHUNK_ROWS: gl.constexpr = 16
-    LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     o_n = gl.arange(0, CHUNK_ROWS, gl.SliceLayout(1, LOAD_LAYOUT))
     for i in gl.static_range(smem_v.shape[0] // CHUNK_ROWS):
         x = smem_v.slice(i * CHUNK_ROWS, CHUNK_ROWS).load(LOAD_LAYOUT)
@@ -277,7 +278,7 @@ def wait_v_and_zero_oob_rows(
 ):
     """Waits for a V tile and, where it is at an edge, zeros its invalid rows."""
     stage, phase = stage_and_phase(iter, cfg.STAGES)
-    mbarrier.wait(v_stages.full_barriers.index(stage), phase, pred=must_wait)
+    warp_wait(v_stages.address, stage, phase, must_wait)
     if ZERO_INVALID:  # noqa: SIM102 - known to the compiler, unlike the other
         if is_edge:
             zero_oob_v_rows_in_smem(
@@ -304,7 +305,7 @@ def release_v(v_stages, stage, cfg: gl.constexpr):
     if cfg.COLUMN_SPLIT:
         release_v_columns(v_stages, 0, cfg)
     else:
-        mbarrier.arrive(v_stages.empty_barriers.index(stage), count=1)
+        warp_arrive(v_stages.address, first_empty(v_stages.tiles.shape[0]) + stage)
 
 
 # ---- PV of half of V's columns (COLUMN_SPLIT): the stages are the parts of one tile ----
@@ -322,7 +323,7 @@ def wait_v_columns_and_zero_oob_rows(v_stages, iter, key_begin, key_end, I_CONSU
     """Waits for a consumer's half of a V tile, and zeros rows outside [key_begin, key_end), relative to the tile."""
     PARTS: gl.constexpr = cfg.V_PARTS // 2
     for part in gl.static_range(PARTS):
-        mbarrier.wait(v_stages.full_barriers.index(I_CONSUMER * PARTS + part), iter & 1)
+        warp_wait(v_stages.address, I_CONSUMER * PARTS + part, iter & 1)
     if not cfg.CONVERTS_KV:  # noqa: SIM102 - known to the compiler, unlike the other
         if (key_begin > 0) | (key_end < cfg.BLOCK_N):
             zero_oob_v_rows_in_smem(view_column_half_of_v_tile(v_stages, I_CONSUMER, cfg), key_begin, key_end)
@@ -340,7 +341,7 @@ def release_v_columns(v_stages, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
     """Releases a consumer's half of V."""
     PARTS: gl.constexpr = cfg.V_PARTS // 2
     for part in gl.static_range(PARTS):
-        mbarrier.arrive(v_stages.empty_barriers.index(I_CONSUMER * PARTS + part), count=1)
+        warp_arrive(v_stages.address, first_empty(v_stages.tiles.shape[0]) + I_CONSUMER * PARTS + part)
 
 
 @gluon.jit
@@ -376,7 +377,7 @@ class FP8SoftmaxState(NamedTuple):
 
 @gluon.constexpr_function
 def half_acc_layout(cfg):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.DV // 2, 32])
+    return gl.NVMMADistributedLayout([3, 0], [cfg.CONSUMER_WARPS, 1], [16, cfg.DV // 2, 32])
 
 
 @gluon.jit
@@ -460,13 +461,13 @@ def start_qk_add_left_pv_start_right_pv(state, q, q_stages, k_stages, v_stages, 
 @gluon.jit
 def init_acc(cfg: gl.constexpr):
     """Returns acc_o before the first block."""
-    return gl.full([ROWS_PER_WARPGROUP, cfg.ACC_COLUMNS], 0.0, gl.float32, acc_layout(cfg))
+    return gl.full([cfg.CONSUMER_ROWS, cfg.ACC_COLUMNS], 0.0, gl.float32, acc_layout(cfg))
 
 
 @gluon.jit
 def init_acc_and_max(cfg: gl.constexpr):
     """Returns (acc_o, row_max) before the first block."""
-    row_max = gl.full([ROWS_PER_WARPGROUP], float("-inf"), gl.float32, gl.SliceLayout(1, score_layout(cfg)))
+    row_max = gl.full([cfg.CONSUMER_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, score_layout(cfg)))
     return init_acc(cfg), row_max
 
 
@@ -486,7 +487,7 @@ def softmax_state_after_first_block(
         if store_shared_p:
             store_p_and_rescale_for_second_consumer(shared_p, p, rescale, iter, P_DTYPE)
     if cfg.FP8_PV:
-        zeros = init_half_acc(ROWS_PER_WARPGROUP, cfg)
+        zeros = init_half_acc(cfg.CONSUMER_ROWS, cfg)
         return FP8SoftmaxState(zeros, zeros, rescale, row_max, p_sums, pack_p_e4m3(p))
     else:
         return SoftmaxState(acc_o, row_max, p_sums, pack_p_16bit(p, P_DTYPE))
@@ -494,12 +495,12 @@ def softmax_state_after_first_block(
 
 @gluon.jit
 def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages, shared_p,
-                  iter, code_iter, n_start, is_last, I_CONSUMER: gl.constexpr, MASKED: gl.constexpr,
+                  iter, code_iter, n_start, is_last, MASKED: gl.constexpr,
                   cfg: gl.constexpr):  # fmt: skip
     """Computes QK and softmax of the block at key `n_start`, overlapped with PV of the block before."""
     # QK of this block, then PV of the block before.
     prev_stage, _ = stage_and_phase(iter - 1, cfg.STAGES)
-    warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER, cfg)
+    wait_turn_if_any(cfg)
     if cfg.FP8_PV:
         s, acc_left, acc_right = start_qk_add_left_pv_start_right_pv(
             state, q, q_stages, k_stages, v_stages, iter, True, cfg
@@ -512,17 +513,17 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
                 v_stages, iter - 1, mask_args.key_begin - prev_start, mask_args.key_end - prev_start, 0, cfg
             )
         acc_o = start_pv(state.acc_o, state.p_packed, v_stages, iter - 1, cfg)
-    warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg)
+    pass_turn_if_any(cfg)
     tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, code_iter, cfg)
     k_scales = load_k_token_scales_or_placeholder(stored_scales, iter, cfg)
     s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
     # Release K, and Q after the last block.
     release_k(k_stages, iter, cfg)
-    mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=is_last)
+    warp_arrive(q_stages.address, first_empty(NUM_READERS), is_last)
     # NOTE: ptxas moves no arithmetic across the branch of a wait. This one, which never waits, keeps the arrival before
     # the exponentials; the one below keeps the exponentials before the wait for PV, which they overlap.
-    if not cfg.COLUMN_SPLIT:
-        wait_v_and_zero_oob_rows(v_stages, iter - 1, mask_args, n_start, False, False, cfg)
+    if (cfg.K.TOKEN_SCALES or cfg.V.TOKEN_SCALES) and not cfg.COLUMN_SPLIT:
+        warp_wait(v_stages.address, prev_stage, stage_and_phase(iter - 1, cfg.STAGES)[1])
     # Mask and online softmax.
     p, p_sums, row_max, rescale = softmax_p_lane_sums_max_and_rescale(
         s, state.row_max, mask_args, n_start, score_scales, tile_v_scale, softcap, MASKED, cfg
@@ -541,7 +542,7 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
         )
     if cfg.FP8_PV:
         acc_right = warpgroup_mma_wait(0, [acc_right])
-        mbarrier.arrive(v_stages.empty_barriers.index(prev_stage), count=1)
+        warp_arrive(v_stages.address, first_empty(v_stages.tiles.shape[0]) + prev_stage)
         acc_right = rescale_and_add(state.acc_right, acc_right, state.rescale)
         return FP8SoftmaxState(acc_left, acc_right, rescale, row_max, row_sum, pack_p_e4m3(p))
     else:
@@ -554,16 +555,16 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
 @gluon.jit
 def mainloop_except_first_qk_and_last_pv(
     state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages, shared_p, iter, code_iter,
-    work_tile, release_q, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+    work_tile, release_q, cfg: gl.constexpr):  # fmt: skip
     """Computes all blocks of a work tile but the first, up to the last PV; returns (state, iter, code_iter)."""
-    first_n_block, unmasked_begin, unmasked_end = lowest_n_block_and_unmasked_range(work_tile, I_CONSUMER, cfg)
+    first_n_block, unmasked_begin, unmasked_end = lowest_n_block_and_unmasked_range(work_tile, cfg)
     first_key = first_n_block * cfg.BLOCK_N
     n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
     # Causal edge: masked.
     for n_block in range(unmasked_end, work_tile.n_block_end - 1):  # noqa: B007 - an underscore is a barrier already
         n_start -= cfg.BLOCK_N
         state = mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages,
-                              shared_p, iter, code_iter, n_start, release_q & (n_start == first_key), I_CONSUMER, True,
+                              shared_p, iter, code_iter, n_start, release_q & (n_start == first_key), True,
                               cfg)  # fmt: skip
         iter += 1
         code_iter += 1
@@ -571,7 +572,7 @@ def mainloop_except_first_qk_and_last_pv(
     for n_block in range(unmasked_begin, unmasked_end):  # noqa: B007
         n_start -= cfg.BLOCK_N
         state = mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages,
-                              shared_p, iter, code_iter, n_start, release_q & (n_start == first_key), I_CONSUMER, False,
+                              shared_p, iter, code_iter, n_start, release_q & (n_start == first_key), False,
                               cfg)  # fmt: skip
         iter += 1
         code_iter += 1
@@ -581,7 +582,7 @@ def mainloop_except_first_qk_and_last_pv(
             n_start -= cfg.BLOCK_N
             state = mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages,
                                   v_stages, shared_p, iter, code_iter, n_start, release_q & (n_start == first_key),
-                                  I_CONSUMER, True, cfg)  # fmt: skip
+                                  True, cfg)  # fmt: skip
             iter += 1
             code_iter += 1
     return state, iter, code_iter
@@ -591,9 +592,9 @@ def mainloop_except_first_qk_and_last_pv(
 
 
 @gluon.jit
-def tokens_heads_and_mask_of_output_rows(work_tile, I_TILE: gl.constexpr, ROW_LAYOUT: gl.constexpr, cfg: gl.constexpr):
-    """Returns (tokens, query heads, row exists) of 64 rows of a work tile."""
-    o_r = I_TILE * ROWS_PER_WARPGROUP + gl.arange(0, ROWS_PER_WARPGROUP, ROW_LAYOUT)
+def tokens_heads_and_mask_of_output_rows(work_tile, ROW_LAYOUT: gl.constexpr, cfg: gl.constexpr):
+    """Returns (tokens, query heads, row exists) of a work tile's rows."""
+    o_r = gl.arange(0, cfg.CONSUMER_ROWS, ROW_LAYOUT)
     token = o_r // cfg.HEADS_PER_TILE
     m_row = token < work_tile.num_tokens_left
     q_heads = (work_tile.head_tile * cfg.HEADS_PER_TILE + o_r % cfg.HEADS_PER_TILE).to(gl.int64)
@@ -602,12 +603,12 @@ def tokens_heads_and_mask_of_output_rows(work_tile, I_TILE: gl.constexpr, ROW_LA
 
 @gluon.jit
 def store_output_and_lse(OUT, LSE, SINKS, work_tile, state, v_scale, strides, shared_p, num_done,
-                         I_CONSUMER: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
-    """Epilogue: stores this warpgroup's output rows and LSE of a work tile."""
+                         cfg: gl.constexpr):  # fmt: skip
+    """Epilogue: stores output rows and LSE of a work tile."""
     ROW: gl.constexpr = gl.SliceLayout(1, state.acc_o.type.layout)
     row_max = gl.convert_layout(state.row_max, ROW)
     row_sum = gl.convert_layout(gl.sum(state.row_sum, 1), ROW)
-    tokens, q_heads, m_row = tokens_heads_and_mask_of_output_rows(work_tile, I_CONSUMER, ROW, cfg)
+    tokens, q_heads, m_row = tokens_heads_and_mask_of_output_rows(work_tile, ROW, cfg)
     acc_scale, lse = compute_acc_scale_and_lse(row_max, row_sum, v_scale, SINKS, q_heads, m_row, cfg)
     if cfg.COLUMN_SPLIT:
         # acc_scale for the other consumer.
@@ -619,12 +620,12 @@ def store_output_and_lse(OUT, LSE, SINKS, work_tile, state, v_scale, strides, sh
         gl.store(LSE + tokens * strides[2] + q_heads * strides[3], lse, mask=m_row)
 
 
-# ---- consumer warpgroup ----
+# ---- consumer ----
 
 
 @gluon.jit
 def prepare_loaded_query_scales_and_mask_args(
-    work_tile, q_stages, call_scales, I_CONSUMER: gl.constexpr, LOADED_Q_DTYPE: gl.constexpr, cfg: gl.constexpr
+    work_tile, q_stages, call_scales, LOADED_Q_DTYPE: gl.constexpr, cfg: gl.constexpr
 ):
     """Returns (query operand, score scales in base 2, MaskArgs) of a work tile whose query is loaded."""
     kv_head = kv_head_of(work_tile, cfg)
@@ -632,39 +633,40 @@ def prepare_loaded_query_scales_and_mask_args(
     if cfg.HAS_K_SCALE:
         score_scale = score_scale * gl.load(call_scales.K_SCALE + kv_head * cfg.K_SCALE_STRIDE)
     sign = gl.where(score_scale < 0, -1.0, 1.0)
-    q, q_scales = prepare_loaded_query_and_q_scales(
-        q_stages, I_CONSUMER, sign, call_scales.rotation, kv_head, LOADED_Q_DTYPE, cfg
-    )
+    q, q_scales = prepare_loaded_query_and_q_scales(q_stages, sign, call_scales.rotation, kv_head, LOADED_Q_DTYPE, cfg)
     score_scales = q_scales * (score_scale * sign)
     score_scales = gl.where(score_scales < MIN_SCALE, MIN_SCALE, score_scales)  # NaN stays
-    return q, score_scales, make_mask_args(work_tile, I_CONSUMER, cfg)
+    return q, score_scales, make_mask_args(work_tile, cfg)
 
 
 @gluon.jit
-def consumer(out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-             I_CONSUMER: gl.constexpr, Q_DTYPE: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
-    """Computes 64 rows of every work tile of this CTA: first block, main loop, epilogue."""
+def consumer(args, Q_DTYPE: gl.constexpr, cfg: gl.constexpr):
+    """Computes every work tile of this CTA: first block, main loop, epilogue."""
+    (out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
+     shared_p) = args  # fmt: skip
     OUT, LSE, SINKS = out_lse_and_sinks
     softcap = call_scales.softcap
     ZERO_INVALID: gl.constexpr = not cfg.CONVERTS_KV
     V: gl.constexpr = v_stages.tiles.dtype
     num_done, iter = 0, 0  # work tiles done, blocks begun
-    mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), 0)
-    work_tile, _cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONSUMER))
+    if cfg.PING_PONG:
+        give_first_turn()
+    warp_wait(q_stages.address, 0, 0)
+    work_tile, _cached_range = read_work_tile_and_cached_range(tile_info.index(0), False)
     if work_tile.num_n_blocks > 0:
         q, score_scales, mask_args = prepare_loaded_query_scales_and_mask_args(
-            work_tile, q_stages, call_scales, I_CONSUMER, Q_DTYPE, cfg
+            work_tile, q_stages, call_scales, Q_DTYPE, cfg
         )
         n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
         # First block of the first work tile: QK, mask and softmax.
-        warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER, cfg)
+        wait_turn_if_any(cfg)
         s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg)
-        warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg)
+        pass_turn_if_any(cfg)
         k_scales = load_k_token_scales_or_placeholder(stored_scales, iter, cfg)
         s = apply_k_scales(warpgroup_mma_wait(0, [s]), k_scales, cfg)
         tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, iter, cfg)
         release_k(k_stages, iter, cfg)
-        mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=work_tile.num_n_blocks == 1)
+        warp_arrive(q_stages.address, first_empty(NUM_READERS), work_tile.num_n_blocks == 1)
         state = softmax_state_after_first_block(
             s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_v_scale, softcap, shared_p, iter, V, cfg,
         )  # fmt: skip
@@ -676,40 +678,39 @@ def consumer(out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_sta
         while work_tile.num_n_blocks > 0:
             state, iter, _codes = mainloop_except_first_qk_and_last_pv(
                 state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages, shared_p, iter,
-                iter, work_tile, True, I_CONSUMER, cfg)  # fmt: skip
-            # The last PV of a work tile overlaps the first QK of the next. After the last work tile, QK runs on
-            # whatever the stage holds, and its scores are dropped.
+                iter, work_tile, True, cfg)  # fmt: skip
+            # The last PV of a work tile overlaps the wait for the next query, and its epilogue the next QK. After the
+            # last work tile, QK runs on whatever the stage holds, and its scores are dropped.
+            if cfg.EARLY_PV:
+                acc_o = start_pv(state.acc_o, state.p_packed, v_stages, iter - 1, cfg)
             finished_tile = work_tile
             num_done += 1
-            mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), num_done & 1)
-            work_tile, _cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONSUMER))
+            warp_wait(q_stages.address, 0, num_done & 1)
+            work_tile, _cached_range = read_work_tile_and_cached_range(tile_info.index(0), False)
             has_next = work_tile.num_n_blocks > 0
             q, score_scales, mask_args = prepare_loaded_query_scales_and_mask_args(
-                work_tile, q_stages, call_scales, I_CONSUMER, Q_DTYPE, cfg
+                work_tile, q_stages, call_scales, Q_DTYPE, cfg
             )
             n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
-            warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER, cfg, has_next)
+            wait_turn_if_any(cfg)
             if cfg.FP8_PV:
                 s, acc_left, acc_right = start_qk_add_left_pv_start_right_pv(
                     state, q, q_stages, k_stages, v_stages, iter, has_next, cfg
                 )
             else:
-                s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg, has_next)
                 if cfg.COLUMN_SPLIT:
                     wait_last_block_v_columns_and_zero_oob(v_stages, iter - 1, finished_tile, cfg)
-                acc_o = start_pv(state.acc_o, state.p_packed, v_stages, iter - 1, cfg)
-            warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg, has_next)
-            tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, iter, cfg)
-            k_scales = load_k_token_scales_or_placeholder(stored_scales, iter, cfg)
-            s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
-            release_k(k_stages, iter, cfg, has_next)
-            mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=work_tile.num_n_blocks == 1)
+                if not cfg.EARLY_PV:
+                    acc_o = start_pv(state.acc_o, state.p_packed, v_stages, iter - 1, cfg)
+                s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg, has_next)
+            pass_turn_if_any(cfg)
             # Finish PV, release V.
             if cfg.FP8_PV:
+                s = warpgroup_mma_wait(1, [s])
                 acc_right = rescale_and_add(state.acc_right, warpgroup_mma_wait(0, [acc_right]), state.rescale)
                 acc_o, row_max = concat_halves(acc_left, acc_right, acc_layout(cfg)), state.row_max.row_max
             else:
-                acc_o, row_max = warpgroup_mma_wait(0, [acc_o]), state.row_max
+                acc_o, row_max = warpgroup_mma_wait(1, [acc_o]), state.row_max
             release_v(v_stages, stage_and_phase(iter - 1, cfg.STAGES)[0], cfg)
             # Epilogue of the finished work tile.
             if cfg.V_ROTATION.ENABLED:
@@ -719,9 +720,15 @@ def consumer(out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_sta
                 v_scale = v_scale * gl.load(call_scales.V_SCALE + kv_head_of(finished_tile, cfg) * cfg.V_SCALE_STRIDE)
             store_output_and_lse(
                 OUT, LSE, SINKS, finished_tile, SoftmaxState(acc_o, row_max, state.row_sum, state.p_packed), v_scale,
-                strides, shared_p, num_done - 1, I_CONSUMER, cfg,
+                strides, shared_p, num_done - 1, cfg,
             )  # fmt: skip
-            # Mask and softmax of the next work tile's first block.
+            # Finish QK, release K; mask and softmax of the next work tile's first block.
+            if not cfg.FP8_PV:
+                s = warpgroup_mma_wait(0, [s])
+            tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, iter, cfg)
+            s = apply_k_scales(s, load_k_token_scales_or_placeholder(stored_scales, iter, cfg), cfg)
+            release_k(k_stages, iter, cfg, has_next)
+            warp_arrive(q_stages.address, first_empty(NUM_READERS), work_tile.num_n_blocks == 1)
             state = softmax_state_after_first_block(
                 s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_v_scale, softcap, shared_p, iter, V,
                 cfg, has_next,
@@ -732,7 +739,7 @@ def consumer(out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_sta
             iter += 1
 
 
-# ---- consumer warpgroup where K and V of the new tokens are arguments: a work tile has new and cached blocks ----
+# ---- consumer where K and V of the new tokens are arguments: a work tile has new and cached blocks ----
 # New blocks come first, in their own 16 bits; then the query is converted for cached K, and acc_o continues divided by
 # the cached V scale. Both kinds of tile use the same stages.
 
@@ -744,13 +751,14 @@ def view_stages_as(stages, DTYPE: gl.constexpr):
         reinterpret(stages.tiles, DTYPE, stages.tiles.shape, stages.tiles.layout),
         stages.full_barriers,
         stages.empty_barriers,
+        stages.address,
     )
 
 
 @gluon.jit
 def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales, cached_v_scale, call_scales, kv_head,
                                 q_stages, k_stages, v_stages, new_v_stages, shared_p, new_tile, iter, code_iter,
-                                n_start, is_last, I_CONSUMER: gl.constexpr, cfg: gl.constexpr,
+                                n_start, is_last, cfg: gl.constexpr,
                                 new_cfg: gl.constexpr):  # fmt: skip
     """Does `mainloop_step` for the first cached block; PV is of the last new block."""
     prev_stage, _ = stage_and_phase(iter - 1, cfg.STAGES)
@@ -763,7 +771,7 @@ def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales
     k_scales = load_k_token_scales_or_placeholder(stored_scales, iter, cfg)
     s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
     release_k(k_stages, iter, cfg)
-    mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=is_last)
+    warp_arrive(q_stages.address, first_empty(NUM_READERS), is_last)
     # Mask and online softmax.
     p, p_sums, row_max, rescale = softmax_p_lane_sums_max_and_rescale(
         s, state.row_max, mask_args, n_start, score_scales, tile_v_scale, call_scales.softcap, True, cfg
@@ -796,31 +804,30 @@ def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales
 
 @gluon.jit
 def consumer_new_then_cached(
-    out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
-    I_CONSUMER: gl.constexpr, Q_DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr,
-    new_cfg: gl.constexpr):  # fmt: skip
-    """Computes 64 rows of every work tile of this CTA. new_cfg: `cfg` for new blocks."""
+    args, Q_DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr, new_cfg: gl.constexpr
+):
+    """Computes every work tile of this CTA. new_cfg: `cfg` for new blocks."""
+    (out_lse_and_sinks, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
+     shared_p) = args  # fmt: skip
     OUT, LSE, SINKS = out_lse_and_sinks
     new_k_stages, new_v_stages = view_stages_as(k_stages, NEW_DTYPE), view_stages_as(v_stages, NEW_DTYPE)
     new_q_stages = view_stages_as(q_stages, NEW_DTYPE)
     sign = gl.where(call_scales.new_score_scale < 0, -1.0, 1.0)
     num_done, iter, code_iter = 0, 0, 0  # work tiles done; blocks done, of them cached ones
-    mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), 0)
-    work_tile, cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONSUMER))
+    warp_wait(q_stages.address, 0, 0)
+    work_tile, cached_range = read_work_tile_and_cached_range(tile_info.index(0), False)
     while work_tile.num_n_blocks > 0:
         has_no_cached = cached_range.num_n_blocks == 0
         # First new block: QK, mask, softmax.
         q, q_scales = prepare_loaded_query_and_q_scales(
-            new_q_stages, I_CONSUMER, sign, call_scales.rotation, kv_head_of(work_tile, cfg), Q_DTYPE, new_cfg
+            new_q_stages, sign, call_scales.rotation, kv_head_of(work_tile, cfg), Q_DTYPE, new_cfg
         )
         score_scales = gl.maximum(q_scales * (call_scales.new_score_scale * sign), MIN_SCALE)
-        mask_args = make_mask_args(work_tile, I_CONSUMER, new_cfg)
+        mask_args = make_mask_args(work_tile, new_cfg)
         n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
         s = warpgroup_mma_wait(0, [wait_k_and_start_qk(q, q_stages, new_k_stages, iter, new_cfg)])
         release_k(k_stages, iter, cfg)
-        mbarrier.arrive(
-            q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=has_no_cached & (work_tile.num_n_blocks == 1)
-        )
+        warp_arrive(q_stages.address, first_empty(NUM_READERS), has_no_cached & (work_tile.num_n_blocks == 1))
         tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, code_iter, new_cfg)
         state = softmax_state_after_first_block(
             s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_v_scale, call_scales.softcap, shared_p,
@@ -834,7 +841,7 @@ def consumer_new_then_cached(
         # Other new blocks.
         state, iter, _code_iter = mainloop_except_first_qk_and_last_pv(
             state, mask_args, q, score_scales, stored_scales, call_scales.softcap, q_stages, new_k_stages, new_v_stages,
-            shared_p, iter, iter, work_tile, has_no_cached, I_CONSUMER, new_cfg)  # fmt: skip
+            shared_p, iter, iter, work_tile, has_no_cached, new_cfg)  # fmt: skip
         # Scales of cached K and V.
         kv_head = kv_head_of(work_tile, cfg)
         cached_score_scale, v_unit = call_scales.cached_score_scale, call_scales.v_scale
@@ -854,21 +861,21 @@ def consumer_new_then_cached(
             cached_scales = cached_score_scale * sign
             cached_sign = gl.where(cached_scales < 0, -1.0, 1.0)
             cached_q, cached_q_scales = prepare_loaded_query_and_q_scales(
-                q_stages, I_CONSUMER, cached_sign, call_scales.rotation, kv_head_of(work_tile, cfg), NEW_DTYPE, cfg
+                q_stages, cached_sign, call_scales.rotation, kv_head_of(work_tile, cfg), NEW_DTYPE, cfg
             )
             cached_scales = gl.maximum(cached_q_scales * (cached_scales * cached_sign), MIN_SCALE)
             cached_tile = WorkTile(work_tile.q_row, work_tile.num_tokens_left, cached_range.causal_limit,
                                    cached_range.key_end, cached_range.num_n_blocks, cached_range.n_block_end,
                                    cached_range.key_begin, work_tile.head_tile, work_tile.i_request)  # fmt: skip
-            cached_mask_args = make_mask_args(cached_tile, I_CONSUMER, cfg)
+            cached_mask_args = make_mask_args(cached_tile, cfg)
             state = mainloop_step_new_to_cached(state, cached_mask_args, cached_q, cached_scales, stored_scales, v_unit,
                                                 call_scales, kv_head_of(work_tile, cfg), q_stages, k_stages, v_stages,
                                                 new_v_stages, shared_p, work_tile, iter, code_iter,
                                                 (cached_range.n_block_end - 1) * cfg.BLOCK_N,
-                                                cached_range.num_n_blocks == 1, I_CONSUMER, cfg, new_cfg)  # fmt: skip
+                                                cached_range.num_n_blocks == 1, cfg, new_cfg)  # fmt: skip
             state, iter, code_iter = mainloop_except_first_qk_and_last_pv(
                 state, cached_mask_args, cached_q, cached_scales, stored_scales, call_scales.softcap, q_stages,
-                k_stages, v_stages, shared_p, iter + 1, code_iter + 1, cached_tile, True, I_CONSUMER, cfg)  # fmt: skip
+                k_stages, v_stages, shared_p, iter + 1, code_iter + 1, cached_tile, True, cfg)  # fmt: skip
             if cfg.COLUMN_SPLIT:
                 wait_last_block_v_columns_and_zero_oob(v_stages, iter - 1, cached_tile, cfg)
             acc_o = warpgroup_mma_wait(0, [start_pv(state.acc_o, state.p_packed, v_stages, iter - 1, cfg)])
@@ -878,7 +885,7 @@ def consumer_new_then_cached(
         # Epilogue.
         release_v(v_stages, stage_and_phase(iter - 1, cfg.STAGES)[0], cfg)
         store_output_and_lse(OUT, LSE, SINKS, work_tile, state, v_unit * call_scales.out_scale, strides, shared_p,
-                             num_done, I_CONSUMER, cfg)  # fmt: skip
+                             num_done, cfg)  # fmt: skip
         num_done += 1
-        mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), num_done & 1)
-        work_tile, cached_range = read_work_tile_and_cached_range(tile_info.index(I_CONSUMER))
+        warp_wait(q_stages.address, 0, num_done & 1)
+        work_tile, cached_range = read_work_tile_and_cached_range(tile_info.index(0), False)

@@ -14,28 +14,34 @@ from ...versions import reinterpret, thread_barrier, tma_load
 from ..parts.pipeline import producer_acquire
 from .tile_scheduler import (
     I_CONVERTER,
+    I_SECOND_CONSUMER,
     PAGE_IDS_ROW,
     REQUESTS_PER_STEP,
     CachedKeyRange,
     WorkTile,
     element_as_scalar,
+    finish_taking_next_work_tile,
+    init_work_counter_unless_marked,
     kv_head_of,
     load_num_m_blocks,
     make_work_tile_and_cached_range,
     publish_work_tile,
     request_m_block_and_head_tile,
-    work_tile_of_round,
+    reset_work_counter_if_last,
+    start_taking_next_work_tile,
 )
 
 INVALID_PAGE = gl.constexpr(-1)  # out of bounds: TMA writes zeros
 
 
 class PipelineStages(NamedTuple):
-    """A pipeline: tiles in shared memory with full and empty barriers."""
+    """A pipeline: tiles in shared memory with full and empty barriers, and the address of those that consumers use
+    (`parts/warp_mbarriers`)."""
 
     tiles: gl.shared_memory_descriptor
     full_barriers: gl.shared_memory_descriptor
     empty_barriers: gl.shared_memory_descriptor
+    address: gl.tensor
 
 
 # ---- pages ----
@@ -74,32 +80,23 @@ def lanes_to_scalars(page_ids, smem_scratch):
 
 
 @gluon.jit
-def start_query_copy_to_acquired_stage(Q, q_stages, i_consumer, work_tile, cfg: gl.constexpr):
-    """Starts the copies of a consumer's 64 query rows, whose stage is free."""
+def start_query_copy_to_acquired_stage(Q, q_stages, work_tile, cfg: gl.constexpr):
+    """Starts the copies of a work tile's query rows, whose stage is free."""
     PANEL_COLUMNS: gl.constexpr = Q.block_shape[2]
     NUM_PANELS: gl.constexpr = cfg.K_PARTS * q_stages.tiles.shape[2] // PANEL_COLUMNS
-    NUM_TILES: gl.constexpr = 1 if cfg.COLUMN_SPLIT else 2  # one of each consumer, or one of both
     ITEMSIZE: gl.constexpr = Q.dtype.primitive_bitwidth // 8
-    TOKENS_PER_CONSUMER: gl.constexpr = cfg.TOKENS_PER_TILE // NUM_TILES
-    full_barrier = q_stages.full_barriers.index(i_consumer)
-    mbarrier.expect(full_barrier, NUM_PANELS * TOKENS_PER_CONSUMER * cfg.HEADS_PER_TILE * PANEL_COLUMNS * ITEMSIZE)
+    full_barrier = q_stages.full_barriers.index(0)
+    mbarrier.expect(full_barrier, NUM_PANELS * cfg.TOKENS_PER_TILE * cfg.HEADS_PER_TILE * PANEL_COLUMNS * ITEMSIZE)
     # 8-bit queries fill the first half of the stage: consumers convert them to 16 bits in place.
-    NUM_PANELS_IN_SMEM: gl.constexpr = NUM_TILES * NUM_PANELS * 2 // ITEMSIZE
     smem = reinterpret(
-        q_stages.tiles, Q.dtype, [NUM_PANELS_IN_SMEM, TOKENS_PER_CONSUMER, cfg.HEADS_PER_TILE, PANEL_COLUMNS], Q.layout
-    )
+        q_stages.tiles, Q.dtype, [NUM_PANELS * 2 // ITEMSIZE, cfg.TOKENS_PER_TILE, cfg.HEADS_PER_TILE, PANEL_COLUMNS],
+        Q.layout,
+    )  # fmt: skip
     for panel in gl.static_range(NUM_PANELS):
-        i_panel = i_consumer * (NUM_PANELS_IN_SMEM // NUM_TILES) + panel
         tma_load(
-            Q,
-            [
-                work_tile.q_row + i_consumer * TOKENS_PER_CONSUMER,
-                work_tile.head_tile * cfg.HEADS_PER_TILE,
-                panel * PANEL_COLUMNS,
-            ],
-            full_barrier,
-            smem.index(i_panel),
-        )
+            Q, [work_tile.q_row, work_tile.head_tile * cfg.HEADS_PER_TILE, panel * PANEL_COLUMNS], full_barrier,
+            smem.index(panel),
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -195,21 +192,31 @@ def publish_work_tile_to_converter_if_any(
 
 
 @gluon.jit
-def publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_range, tile_iter, cfg: gl.constexpr):
-    """Publishes a work tile for both consumers and starts the copies of their queries."""
-    for i_consumer in gl.static_range(2):
-        mbarrier.wait(q_stages.empty_barriers.index(i_consumer), (tile_iter & 1) ^ 1)
-        publish_work_tile(tile_info.index(i_consumer), work_tile, cached_range)
-        if cfg.COLUMN_SPLIT and i_consumer == 1:  # the second consumer reads no query
-            mbarrier.arrive(q_stages.full_barriers.index(i_consumer), count=1)
-        else:
-            start_query_copy_to_acquired_stage(Q, q_stages, i_consumer, work_tile, cfg)
+def publish_work_tile_to_consumers(work_tile, cached_range, q_stages, tile_info, tile_iter, cfg: gl.constexpr):
+    """Publishes a work tile for the consumers, each once it is done with the last; the first one still waits for what
+    completes its barrier, the copies of its queries."""
+    mbarrier.wait(q_stages.empty_barriers.index(0), (tile_iter & 1) ^ 1)
+    publish_work_tile(tile_info.index(0), work_tile, cached_range)
+    if cfg.COLUMN_SPLIT:  # the second consumer reads no query
+        mbarrier.wait(q_stages.empty_barriers.index(I_SECOND_CONSUMER), (tile_iter & 1) ^ 1)
+        publish_work_tile(tile_info.index(I_SECOND_CONSUMER), work_tile, cached_range)
+        mbarrier.arrive(q_stages.full_barriers.index(I_SECOND_CONSUMER), count=1)
 
 
 @gluon.jit
-def copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, n_block_end, num_n_blocks, key_begin, key_end, iter,
-                   kv_head, publish_and_query_args, cfg: gl.constexpr):  # fmt: skip
-    """Copies tiles of the paged cache, from the last to the first; returns the next `iter`.
+def publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_range, tile_iter, cfg: gl.constexpr):
+    """Publishes a work tile for the consumers and starts the copies of its queries."""
+    publish_work_tile_to_consumers(work_tile, cached_range, q_stages, tile_info, tile_iter, cfg)
+    start_query_copy_to_acquired_stage(Q, q_stages, work_tile, cfg)
+
+
+@gluon.jit
+def copy_cached_kv_and_start_taking(
+    tensor_maps, WORK_COUNTER, page_table, k_stages, v_stages, n_block_end, num_n_blocks, key_begin, key_end, iter,
+    kv_head, publish_and_query_args, cfg: gl.constexpr,
+):  # fmt: skip
+    """Copies tiles of the paged cache, from the last to the first, and starts taking the next work tile before the last
+    copies; returns (next `iter`, what `finish_taking_next_work_tile` wants).
 
     publish_and_query_args: without new K and V, the queries are copied after the first K tile
     COLUMN_SPLIT: stages hold one tile of V, so K is copied a tile ahead of V
@@ -219,11 +226,16 @@ def copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, n_block_end, num
     # Page ids are loaded one tile ahead.
     n_block = n_block_end - 1
     page_ids = load_page_ids_by_lane(page_table, n_block, key_begin, key_end, num_n_blocks > 0, cfg)
+    count = iter
+    if cfg.HAS_NEW_KV:  # there may be no cached key
+        count = start_taking_next_work_tile(WORK_COUNTER, num_n_blocks == 0)
     if cfg.COLUMN_SPLIT:
         prev_page_ids = lanes_to_scalars(page_ids, tile_info.index(PAGE_IDS_ROW))
         for i in range(num_n_blocks + (num_n_blocks > 0).to(gl.int32)):
             block_page_ids = lanes_to_scalars(page_ids, tile_info.index(PAGE_IDS_ROW))
             page_ids = load_page_ids_by_lane(page_table, n_block - 1, key_begin, key_end, i + 1 < num_n_blocks, cfg)
+            if i + 1 == num_n_blocks:
+                count = start_taking_next_work_tile(WORK_COUNTER, i + 1 == num_n_blocks)
             if i < num_n_blocks:
                 acquire_and_copy_kv_block(K, k_stages, block_page_ids, n_block, iter + i, kv_head, cfg.K_PARTS, cfg)
             if not cfg.HAS_NEW_KV:  # noqa: SIM102
@@ -238,6 +250,7 @@ def copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, n_block_end, num
         iter += num_n_blocks
     else:
         for i in range(num_n_blocks):
+            count = start_taking_next_work_tile(WORK_COUNTER, i + 1 == num_n_blocks)
             block_page_ids = lanes_to_scalars(page_ids, tile_info.index(PAGE_IDS_ROW))
             page_ids = load_page_ids_by_lane(page_table, n_block - 1, key_begin, key_end, i + 1 < num_n_blocks, cfg)
             acquire_and_copy_kv_block(K, k_stages, block_page_ids, n_block, iter, kv_head, cfg.K_PARTS, cfg)
@@ -247,7 +260,7 @@ def copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, n_block_end, num
             acquire_and_copy_kv_block(V, v_stages, block_page_ids, n_block, iter, kv_head, cfg.V_PARTS, cfg)
             iter += 1
             n_block -= 1
-    return iter
+    return iter, count
 
 
 @gluon.jit
@@ -276,16 +289,17 @@ def publish_tile_copy_queries_and_new_kv(
 
 
 @gluon.jit
-def producer(
-    tensor_maps, new_maps, page_table_and_lengths, B, stride_table_b, q_stages, tile_info, k_stages, v_stages,
-    new_kv_stages, cfg: gl.constexpr,
-):  # fmt: skip
+def producer(args, cfg: gl.constexpr):
     """Copies all work tiles of this CTA, then publishes an empty work tile as the end.
 
     k_stages, v_stages: pipelines of the paged cache; new_kv_stages: of new K and V, the same unless codes are converted
     """
+    (tensor_maps, new_maps, WORK_COUNTER, page_table_and_lengths, B, stride_table_b, q_stages, tile_info, k_stages,
+     v_stages, new_kv_stages) = args  # fmt: skip
     PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q = page_table_and_lengths
-    first_request = gl.program_id(0) * 0
+    init_work_counter_unless_marked(WORK_COUNTER)
+    next_work_tile = gl.program_id(0)
+    first_request = next_work_tile * 0
     work_tiles_before = first_request  # work tiles of the requests before `first_request`
     num_m_blocks = load_num_m_blocks(CU_SEQLENS_Q, B, first_request, cfg)
     num_work_tiles = gl.sum(num_m_blocks, 0) * cfg.HEAD_TILES
@@ -293,7 +307,7 @@ def producer(
     iter = first_request  # tiles copied from the cache
     new_iter = first_request  # tiles of new K and V; of both where they use the same stages
     while first_request < B:
-        i_work_tile = work_tile_of_round(tile_iter) - work_tiles_before
+        i_work_tile = next_work_tile - work_tiles_before
         if i_work_tile >= num_work_tiles:
             # It is of a later request: search the next ones.
             work_tiles_before += num_work_tiles
@@ -336,28 +350,33 @@ def producer(
                         )
                         new_iter += 1
                 if cfg.CODE_STAGES > 0:
-                    iter = copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, cached_range.n_block_end,
-                                          cached_range.num_n_blocks, cached_range.key_begin, cached_range.key_end,
-                                          iter, kv_head, publish_and_query_args, cfg)  # fmt: skip
+                    iter, count = copy_cached_kv_and_start_taking(
+                        tensor_maps, WORK_COUNTER, page_table, k_stages, v_stages, cached_range.n_block_end,
+                        cached_range.num_n_blocks, cached_range.key_begin, cached_range.key_end, iter, kv_head,
+                        publish_and_query_args, cfg,
+                    )  # fmt: skip
                     new_iter += cached_range.num_n_blocks
                 else:
-                    new_iter = copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, cached_range.n_block_end,
-                                              cached_range.num_n_blocks, cached_range.key_begin,
-                                              cached_range.key_end, new_iter, kv_head, publish_and_query_args,
-                                              cfg)  # fmt: skip
+                    new_iter, count = copy_cached_kv_and_start_taking(
+                        tensor_maps, WORK_COUNTER, page_table, k_stages, v_stages, cached_range.n_block_end,
+                        cached_range.num_n_blocks, cached_range.key_begin, cached_range.key_end, new_iter, kv_head,
+                        publish_and_query_args, cfg,
+                    )  # fmt: skip
             else:
-                iter = copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, work_tile.n_block_end,
-                                      work_tile.num_n_blocks, work_tile.key_begin, work_tile.key_end, iter, kv_head,
-                                      publish_and_query_args, cfg)  # fmt: skip
+                iter, count = copy_cached_kv_and_start_taking(
+                    tensor_maps, WORK_COUNTER, page_table, k_stages, v_stages, work_tile.n_block_end,
+                    work_tile.num_n_blocks, work_tile.key_begin, work_tile.key_end, iter, kv_head,
+                    publish_and_query_args, cfg,
+                )  # fmt: skip
             tile_iter += 1
+            next_work_tile = finish_taking_next_work_tile(count)
+    reset_work_counter_if_last(WORK_COUNTER, next_work_tile, work_tiles_before)
     # Publish the end.
     zero = first_request * 0
     no_tile = WorkTile(zero, zero, zero, zero, zero, zero, zero, zero, zero)
     no_cached_range = CachedKeyRange(zero, zero, zero, zero, zero)
-    for i_consumer in gl.static_range(2):
-        mbarrier.wait(q_stages.empty_barriers.index(i_consumer), (tile_iter & 1) ^ 1)
-        publish_work_tile(tile_info.index(i_consumer), no_tile, no_cached_range)
-        mbarrier.arrive(q_stages.full_barriers.index(i_consumer), count=1)
+    publish_work_tile_to_consumers(no_tile, no_cached_range, q_stages, tile_info, tile_iter, cfg)
+    mbarrier.arrive(q_stages.full_barriers.index(0), count=1)
     publish_work_tile_to_converter_if_any(
         no_tile, no_cached_range, q_stages.full_barriers, q_stages.empty_barriers, tile_info, tile_iter, cfg
     )

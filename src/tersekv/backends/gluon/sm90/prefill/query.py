@@ -12,25 +12,24 @@ from ...versions import reinterpret, thread_barrier
 from ..parts.dequant import biased_exponent_and_inv_scale_of_rows, exponent_to_float
 from ..parts.hadamard import blockwise_hadamard_unnormalized, load_normalized_signs_times_channel_scales_if_any
 
-ROWS_PER_WARPGROUP = gl.constexpr(64)
 ROUND_TO_INT = gl.constexpr(1.5 * 2.0**23)  # added, an integer is in the lowest bits of fp32
 MIN_Q_MAX = gl.constexpr(1e-30)  # of a row that is divided by its largest magnitude
 
 
 @gluon.constexpr_function
 def score_layout(cfg):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.BLOCK_N, 32 if cfg.QK_8BIT else 16])
+    return gl.NVMMADistributedLayout([3, 0], [cfg.CONSUMER_WARPS, 1], [16, cfg.BLOCK_N, 32 if cfg.QK_8BIT else 16])
 
 
 @gluon.jit
-def view_query_as_8bit(q_stages, I_CONSUMER: gl.constexpr, DTYPE: gl.constexpr, cfg: gl.constexpr):
+def view_query_as_8bit(q_stages, DTYPE: gl.constexpr, cfg: gl.constexpr):
     """Returns a view of 8-bit query rows: they fill the first half of their 16-bit memory."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(cfg.D, 128), 8, 2)
-    return reinterpret(q_stages.tiles, DTYPE, [4, ROWS_PER_WARPGROUP, cfg.D], LAYOUT).index(2 * I_CONSUMER)
+    return reinterpret(q_stages.tiles, DTYPE, [2, cfg.CONSUMER_ROWS, cfg.D], LAYOUT).index(0)
 
 
 @gluon.jit
-def store_rows_as_int8(q_stages, x, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
+def store_rows_as_int8(q_stages, x, cfg: gl.constexpr):
     """Quantizes rows in place; returns (a view of them, the scales of their scores). A row that is not finite has such
     a scale."""
     # NaN is the largest of integers, while a maximum of floats would drop it.
@@ -38,7 +37,7 @@ def store_rows_as_int8(q_stages, x, I_CONSUMER: gl.constexpr, cfg: gl.constexpr)
     row_max = gl.where(row_max < MIN_Q_MAX, MIN_Q_MAX, row_max)
     codes = (x * (127.0 / row_max)[:, None] + ROUND_TO_INT).to(gl.int32, bitcast=True).to(gl.int8)
     thread_barrier()  # all threads have read the rows that are now overwritten
-    smem_q = view_query_as_8bit(q_stages, I_CONSUMER, gl.int8, cfg)
+    smem_q = view_query_as_8bit(q_stages, gl.int8, cfg)
     smem_q.store(codes)
     return smem_q, row_max * (1.0 / 127.0)
 
@@ -54,29 +53,28 @@ def multiply_smem_q_by_sign_and_fence(smem_q, score_scale_sign, LAYOUT: gl.const
 
 @gluon.jit
 def prepare_loaded_whole_query_and_q_scales(
-    q_stages, I_CONSUMER: gl.constexpr, score_scale_sign, rotation, kv_head, LOADED_Q_DTYPE: gl.constexpr,
-    cfg: gl.constexpr,
-):  # fmt: skip
+    q_stages, score_scale_sign, rotation, kv_head, LOADED_Q_DTYPE: gl.constexpr, cfg: gl.constexpr
+):
     """Returns (query rows as an operand in shared memory, 16-bit or in the keys' dtype, q_scales of their scores).
 
     bf16 rows fit fp16 only after a power of two is divided out of each row; q_scales multiply it back. The query takes
     the score scale's sign, so that the row maximum of the scaled scores is that of the products.
     """
-    x16 = q_stages.tiles.index(I_CONSUMER)
-    LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    q_scales = gl.full([ROWS_PER_WARPGROUP], 1.0, gl.float32, gl.SliceLayout(1, score_layout(cfg)))
+    x16 = q_stages.tiles.index(0)
+    LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [cfg.CONSUMER_WARPS, 1], [1, 0])
+    q_scales = gl.full([cfg.CONSUMER_ROWS], 1.0, gl.float32, gl.SliceLayout(1, score_layout(cfg)))
     if x16.dtype == LOADED_Q_DTYPE and not cfg.K_ROTATION.ENABLED and not cfg.INT8_Q:
         multiply_smem_q_by_sign_and_fence(x16, score_scale_sign, LOAD_LAYOUT)
     elif cfg.QK_8BIT and not cfg.INT8_Q:
-        x16 = view_query_as_8bit(q_stages, I_CONSUMER, LOADED_Q_DTYPE, cfg)
+        x16 = view_query_as_8bit(q_stages, LOADED_Q_DTYPE, cfg)
         multiply_smem_q_by_sign_and_fence(x16, score_scale_sign, LOAD_LAYOUT)
     else:
         x = x16
         if LOADED_Q_DTYPE.primitive_bitwidth == 8:
-            x = view_query_as_8bit(q_stages, I_CONSUMER, LOADED_Q_DTYPE, cfg)
+            x = view_query_as_8bit(q_stages, LOADED_Q_DTYPE, cfg)
         else:
             tiles = q_stages.tiles
-            x = reinterpret(tiles, LOADED_Q_DTYPE, tiles.shape, tiles.layout).index(I_CONSUMER)
+            x = reinterpret(tiles, LOADED_Q_DTYPE, tiles.shape, tiles.layout).index(0)
         x = x.load(LOAD_LAYOUT).to(gl.float32) * score_scale_sign
         if cfg.K_ROTATION.ENABLED:
             # Rotate and scale query rows like the cache's keys.
@@ -89,7 +87,7 @@ def prepare_loaded_whole_query_and_q_scales(
             if ROTATION.ROTATED:
                 x = blockwise_hadamard_unnormalized(x, 1, cfg.HEAD_DIM & -cfg.HEAD_DIM)
         if cfg.INT8_Q:
-            x16, row_scales = store_rows_as_int8(q_stages, x, I_CONSUMER, cfg)
+            x16, row_scales = store_rows_as_int8(q_stages, x, cfg)
             q_scales = gl.convert_layout(row_scales, q_scales.type.layout)
         elif gl.bfloat16 == LOADED_Q_DTYPE or cfg.K_ROTATION.ENABLED:
             exponent, inv_scale = biased_exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
@@ -108,7 +106,7 @@ def view_query_parts_as(q_stages, DTYPE: gl.constexpr):
     """Returns a view of the parts of the query as DTYPE. 8-bit parts fill the first half of the memory."""
     PARTS: gl.constexpr = q_stages.tiles.shape[0] * 16 // DTYPE.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 2)
-    return reinterpret(q_stages.tiles, DTYPE, [PARTS, ROWS_PER_WARPGROUP, q_stages.tiles.shape[2]], LAYOUT)
+    return reinterpret(q_stages.tiles, DTYPE, [PARTS, q_stages.tiles.shape[1], q_stages.tiles.shape[2]], LAYOUT)
 
 
 @gluon.jit
@@ -120,15 +118,15 @@ def prepare_loaded_query_parts_and_q_scales(
 
     NOTE: loops carry what is returned; `wait_k_and_start_qk` takes the parts from q_stages.
     """
-    LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [cfg.CONSUMER_WARPS, 1], [1, 0])
     PARTS: gl.constexpr = cfg.K_PARTS
     x16, x = q_stages.tiles, view_query_parts_as(q_stages, LOADED_Q_DTYPE)
-    q_scales = gl.full([ROWS_PER_WARPGROUP], 1.0, gl.float32, gl.SliceLayout(1, score_layout(cfg)))
+    q_scales = gl.full([cfg.CONSUMER_ROWS], 1.0, gl.float32, gl.SliceLayout(1, score_layout(cfg)))
     if x16.dtype == LOADED_Q_DTYPE or cfg.QK_8BIT:
         for part in gl.static_range(PARTS):
             multiply_smem_q_by_sign_and_fence(x.index(part), score_scale_sign, LOAD_LAYOUT)
     else:
-        inv_scale = gl.full([ROWS_PER_WARPGROUP], 1.0, gl.float32, gl.SliceLayout(1, LOAD_LAYOUT))
+        inv_scale = gl.full([cfg.CONSUMER_ROWS], 1.0, gl.float32, gl.SliceLayout(1, LOAD_LAYOUT))
         if gl.bfloat16 == LOADED_Q_DTYPE:
             row_max = inv_scale * 0.0
             for part in gl.static_range(PARTS):
@@ -146,13 +144,12 @@ def prepare_loaded_query_parts_and_q_scales(
 
 @gluon.jit
 def prepare_loaded_query_and_q_scales(
-    q_stages, I_CONSUMER: gl.constexpr, score_scale_sign, rotation, kv_head, LOADED_Q_DTYPE: gl.constexpr,
-    cfg: gl.constexpr,
-):  # fmt: skip
+    q_stages, score_scale_sign, rotation, kv_head, LOADED_Q_DTYPE: gl.constexpr, cfg: gl.constexpr
+):
     """Returns (query operand, q_scales): of one tile, or of parts in shared memory."""
     if cfg.COLUMN_SPLIT:
         return prepare_loaded_query_parts_and_q_scales(q_stages, score_scale_sign, LOADED_Q_DTYPE, cfg)
     else:
         return prepare_loaded_whole_query_and_q_scales(
-            q_stages, I_CONSUMER, score_scale_sign, rotation, kv_head, LOADED_Q_DTYPE, cfg
+            q_stages, score_scale_sign, rotation, kv_head, LOADED_Q_DTYPE, cfg
         )

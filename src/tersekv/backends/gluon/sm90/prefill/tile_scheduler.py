@@ -1,9 +1,10 @@
 """Tile scheduler of prefill: finds a CTA's work tiles from lengths on the device; one kernel for every batch.
 
 A work tile is a block of a request's query rows: TOKENS_PER_TILE tokens, HEADS_PER_TILE heads of each. Work tiles are
-ordered by request, in each from the last m_block to the first: long ones come early. CTAs take them in rounds, each
-round shifted by two elevenths of the CTAs. Simulated with 132 CTAs, the busiest has 1.11 times the mean load for 8
-requests of 1024 tokens, 1.07 for 16 and 1.01 for one of 8192; with every other round in reverse order 1.50, 1.37, 1.00.
+ordered by request, in each from the last m_block to the first: long ones come early. A CTA begins with the one of its
+own index and takes the next by an atomic addition before it copies the last cached block of the one at hand. Outputs
+do not depend on which CTA computes them. Simulated with 132 CTAs, the busiest has 1.02 times the mean load for 8
+requests of 1024 tokens and 1.03 for one; in fixed rounds, each shifted by two elevenths of the CTAs, 1.11 and 1.33.
 """
 
 from typing import NamedTuple
@@ -15,9 +16,50 @@ from ...versions import thread_barrier
 from ..parts.tile_scheduler import add
 
 TILE_INFO_FIELDS = gl.constexpr(16)
-I_CONVERTER = gl.constexpr(2)  # among the readers of work tiles: after the two consumers
-PAGE_IDS_ROW = gl.constexpr(3)  # after the work tiles of three readers: pages of the tile being copied
+I_CONVERTER, I_SECOND_CONSUMER = gl.constexpr(1), gl.constexpr(2)  # readers of work tiles, after the first consumer
+NUM_READERS = gl.constexpr(3)
+PAGE_IDS_ROW = NUM_READERS  # after their work tiles: pages of the tile being copied
 REQUESTS_PER_STEP = gl.constexpr(32)  # requests searched at once
+
+# The counter of work tiles taken needs no initialization, as decode's counters of splits (`decode/combine`): 8 bytes,
+# whose upper 40 bits mark the lower 24 as a count. Any other value is left over, and counts as 0. The mark, too, begins
+# as an fp32 NaN that arithmetic does not produce; it is not that of decode's counters, which may have lain there.
+_MARK = 0x7FB6D2F0A7
+COUNTER_ZERO = gl.constexpr(_MARK << 24)
+_INIT_COUNTER_PTX = gl.constexpr(
+    """{
+    .reg .pred first, other;
+    .reg .b64 value, mark, was;
+    .reg .b32 lane;
+    mov.u32 lane, %laneid;
+    setp.eq.u32 first, lane, 0;
+    mov.b64 value, 0;
+    @first ld.relaxed.gpu.global.b64 value, [$1];
+    shr.u64 mark, value, 24;
+    setp.ne.and.u64 other, mark, MARK, first;
+    @other atom.relaxed.gpu.global.cas.b64 was, [$1], value, ZERO;
+    mov.u32 $0, 0;
+    }""".replace("MARK", hex(_MARK)).replace("ZERO", hex(_MARK << 24))
+)
+# One lane counts, if the condition holds; all get its count. Apart, so that other work lies between.
+_COUNT_PTX = gl.constexpr(
+    """{
+    .reg .pred counts;
+    .reg .b32 lane;
+    mov.u32 lane, %laneid;
+    setp.eq.u32 counts, lane, 0;
+    setp.ne.and.b32 counts, $2, 0, counts;
+    mov.b32 $0, 0;
+    @counts atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+    }"""
+)
+_COUNT_OF_LANE_0_PTX = gl.constexpr(
+    """{
+    .reg .b32 count;
+    and.b32 count, $1, 0xffffff;
+    shfl.sync.idx.b32 $0, count, 0, 31, 0xffffffff;
+    }"""
+)
 
 
 class WorkTile(NamedTuple):
@@ -66,10 +108,36 @@ def load_num_m_blocks(CU_SEQLENS_Q, B, first_request, cfg: gl.constexpr):
 
 
 @gluon.jit
-def work_tile_of_round(i_round):
-    """Returns the index, among all, of this CTA's work tile in round `i_round`."""
-    i_cta, num_ctas = gl.program_id(0), gl.num_programs(0)
-    return i_round * num_ctas + (i_cta + i_round * (2 * num_ctas // 11)) % num_ctas
+def init_work_counter_unless_marked(WORK_COUNTER):
+    """Stores a count of 0 in place of a left-over value. Called by one warp."""
+    gl.inline_asm_elementwise(
+        _INIT_COUNTER_PTX, "=r,l", [WORK_COUNTER.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def start_taking_next_work_tile(WORK_COUNTER, condition):
+    """Starts taking a work tile if `condition`; returns what `finish_taking_next_work_tile` wants. Of one warp."""
+    return gl.inline_asm_elementwise(
+        _COUNT_PTX, "=r,l,r", [WORK_COUNTER.to(gl.int64), condition.to(gl.int32)], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def finish_taking_next_work_tile(count):
+    """Returns the index of the work tile taken, which may be past the last."""
+    count = gl.inline_asm_elementwise(_COUNT_OF_LANE_0_PTX, "=r,r", [count], gl.int32, is_pure=False, pack=1)
+    return count + gl.num_programs(0)
+
+
+@gluon.jit
+def reset_work_counter_if_last(WORK_COUNTER, i_work_tile, num_work_tiles):
+    """Resets the counter for the next launch. i_work_tile: this CTA's last index, past the last work tile.
+
+    Every CTA that computed a work tile takes one index too many, so as many are taken as there are work tiles.
+    """
+    if i_work_tile == num_work_tiles + gl.num_programs(0) - 1:
+        gl.store(WORK_COUNTER, COUNTER_ZERO)
 
 
 @gluon.jit
@@ -177,10 +245,12 @@ def element_as_scalar(x, i: gl.constexpr):
 
 
 @gluon.jit
-def read_work_tile_and_cached_range(SMEM):
-    """Returns the published (WorkTile, CachedKeyRange), as scalars in every thread."""
+def read_work_tile_and_cached_range(SMEM, ONE_RELEASES: gl.constexpr):
+    """Returns the published (WorkTile, CachedKeyRange), as scalars in every thread. ONE_RELEASES: one thread will
+    release it for all, not each warp for itself"""
     tile_info = SMEM.load(gl.BlockedLayout([TILE_INFO_FIELDS], [32], [gl.num_warps()], [0]))
-    thread_barrier()  # one thread will release it for all
+    if ONE_RELEASES:
+        thread_barrier()
     work_tile = WorkTile(
         element_as_scalar(tile_info, 0), element_as_scalar(tile_info, 1), element_as_scalar(tile_info, 2),
         element_as_scalar(tile_info, 3), element_as_scalar(tile_info, 4), element_as_scalar(tile_info, 5),
