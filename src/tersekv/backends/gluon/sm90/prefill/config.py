@@ -128,8 +128,7 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
         STAGES=2,
         CODE_STAGES=_num_code_stages(f, has_codes, max_head_dim),
         PING_PONG=_is_ping_pong(f, k_side, max_head_dim),
-        # acc_o takes registers while a query is prepared; V of COLUMN_SPLIT is waited for later.
-        EARLY_PV=max_head_dim <= 128 and not _has_fp8_pv(f, max_head_dim),
+        EARLY_PV=_is_pv_early(f, max_head_dim),
         HEADS=heads,
         GROUP=group,
         HEADS_PER_TILE=heads_per_tile,
@@ -213,6 +212,12 @@ def _is_ping_pong(f: SimpleNamespace, k: StoredFormat, max_head_dim: int) -> boo
     registers spill: fp8 548 and 504, int8 438 and 382.
     """
     return f.k is None and k.PACK == 1 and max_head_dim <= 256
+
+
+def _is_pv_early(f: SimpleNamespace, max_head_dim: int) -> bool:
+    """Returns whether the last PV of a work tile starts before the next query is prepared. acc_o takes registers while
+    it is; and V of COLUMN_SPLIT is waited for later."""
+    return max_head_dim <= 128 and not _has_fp8_pv(f, max_head_dim)
 
 
 def _num_code_stages(f: SimpleNamespace, has_codes: bool, max_head_dim: int) -> int:
