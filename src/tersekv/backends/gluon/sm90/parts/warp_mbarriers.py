@@ -1,4 +1,4 @@
-"""Waits and arrivals of single warps at mbarriers, and turns of two warpgroups.
+"""Waits and arrivals of single warps at mbarriers, and warp scheduler barriers.
 
 Triton has one thread of a partition arrive for all, behind a barrier of its warps, and puts one between two waits: a
 warp might otherwise fall two phases behind. Two warpgroups in one partition would run in lockstep. Here each warp
@@ -129,10 +129,16 @@ def warp_arrive(address, barrier, condition=True):
     gl.inline_asm_elementwise(_ARRIVE_PTX, "=r,r,r", [address, condition], gl.int32, is_pure=False, pack=1)
 
 
-# ---- turns of two warpgroups ----
-# Barriers 14 and 15 of the CTA, of a warpgroup each, which Triton does not use: it counts from 0.
+@gluon.jit
+def release_stage(stages, stage, condition=True):
+    """Releases a stage of a pipeline of tiles, warp by warp, if `condition`."""
+    warp_arrive(stages.address, first_empty(stages.tiles.shape[0]) + stage, condition)
 
-_WAIT_TURN_PTX = gl.constexpr(
+
+# ---- warp scheduler barriers: two warpgroups in turns ----
+# Named barriers 14 and 15 of the CTA, of a warpgroup each, which Triton does not use: it counts from 0.
+
+_SYNC_PTX = gl.constexpr(
     """{
     .reg .b32 id;
     mov.u32 id, %tid.x;
@@ -142,7 +148,7 @@ _WAIT_TURN_PTX = gl.constexpr(
     mov.b32 $0, 0;
     }"""
 )
-_PASS_TURN_PTX = gl.constexpr(
+_PASS_PTX = gl.constexpr(
     """{
     .reg .b32 id;
     mov.u32 id, %tid.x;
@@ -152,7 +158,7 @@ _PASS_TURN_PTX = gl.constexpr(
     mov.b32 $0, 0;
     }"""
 )
-_FIRST_TURN_PTX = gl.constexpr(
+_INIT_PTX = gl.constexpr(
     """{
     .reg .pred second;
     .reg .b32 id;
@@ -166,18 +172,18 @@ _FIRST_TURN_PTX = gl.constexpr(
 
 
 @gluon.jit
-def give_first_turn():
+def warp_scheduler_barrier_init():
     """Gives one of two warpgroups the first turn. Both call it, once."""
-    gl.inline_asm_elementwise(_FIRST_TURN_PTX, "=r", [], gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(_INIT_PTX, "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def wait_turn():
+def warp_scheduler_barrier_sync():
     """Waits until the other warpgroup passes its turn on."""
-    gl.inline_asm_elementwise(_WAIT_TURN_PTX, "=r", [], gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(_SYNC_PTX, "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def pass_turn():
+def warp_scheduler_barrier_arrive():
     """Passes the turn on to the other warpgroup."""
-    gl.inline_asm_elementwise(_PASS_TURN_PTX, "=r", [], gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(_PASS_PTX, "=r", [], gl.int32, is_pure=False, pack=1)

@@ -41,7 +41,15 @@ from ..parts.online_softmax import (
     unpack_p_16bit,
 )
 from ..parts.pipeline import producer_acquire, stage_and_phase, sync_and_arrive
-from ..parts.warp_mbarriers import first_empty, give_first_turn, pass_turn, wait_turn, warp_arrive, warp_wait
+from ..parts.warp_mbarriers import (
+    first_empty,
+    release_stage,
+    warp_arrive,
+    warp_scheduler_barrier_arrive,
+    warp_scheduler_barrier_init,
+    warp_scheduler_barrier_sync,
+    warp_wait,
+)
 from .epilogue import store_output_columns
 from .producer import PipelineStages
 from .query import prepare_loaded_query_and_q_scales, score_layout, view_query_parts_as
@@ -124,17 +132,17 @@ def acc_layout(cfg):
 
 
 @gluon.jit
-def wait_turn_if_any(cfg: gl.constexpr):
+def ping_pong_sync(cfg: gl.constexpr):
     """Waits for this warpgroup's turn to issue MMAs, if there are turns."""
     if cfg.PING_PONG:
-        wait_turn()
+        warp_scheduler_barrier_sync()
 
 
 @gluon.jit
-def pass_turn_if_any(cfg: gl.constexpr):
+def ping_pong_arrive(cfg: gl.constexpr):
     """Lets the other warpgroup issue its MMAs."""
     if cfg.PING_PONG:
-        pass_turn()
+        warp_scheduler_barrier_arrive()
 
 
 # ---- QK ----
@@ -156,7 +164,7 @@ def wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg: gl.constexpr, must_wai
             k = k_stages.tiles.index(stage).permute((1, 0))
             s = warpgroup_mma_wait(1, [warpgroup_mma(q_parts.index(part), k, s, is_async=True)])
             prev_stage, _ = stage_and_phase(iter * cfg.K_PARTS + part - 1, STAGES)
-            warp_arrive(k_stages.address, first_empty(k_stages.tiles.shape[0]) + prev_stage, (part > 0) & must_wait)
+            release_stage(k_stages, prev_stage, (part > 0) & must_wait)
         return s
     else:
         stage, phase = stage_and_phase(iter, cfg.STAGES)
@@ -168,7 +176,7 @@ def wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg: gl.constexpr, must_wai
 def release_k(k_stages, iter, cfg: gl.constexpr, enabled=True):
     """Releases a K tile after QK, of parts the last one."""
     stage, _ = stage_and_phase(iter * cfg.K_PARTS + (cfg.K_PARTS - 1), k_stages.tiles.shape[0])
-    warp_arrive(k_stages.address, first_empty(k_stages.tiles.shape[0]) + stage, enabled)
+    release_stage(k_stages, stage, enabled)
 
 
 @gluon.jit
@@ -305,7 +313,7 @@ def release_v(v_stages, stage, cfg: gl.constexpr):
     if cfg.COLUMN_SPLIT:
         release_v_columns(v_stages, 0, cfg)
     else:
-        warp_arrive(v_stages.address, first_empty(v_stages.tiles.shape[0]) + stage)
+        release_stage(v_stages, stage)
 
 
 # ---- PV of half of V's columns (COLUMN_SPLIT): the stages are the parts of one tile ----
@@ -341,7 +349,7 @@ def release_v_columns(v_stages, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
     """Releases a consumer's half of V."""
     PARTS: gl.constexpr = cfg.V_PARTS // 2
     for part in gl.static_range(PARTS):
-        warp_arrive(v_stages.address, first_empty(v_stages.tiles.shape[0]) + I_CONSUMER * PARTS + part)
+        release_stage(v_stages, I_CONSUMER * PARTS + part)
 
 
 @gluon.jit
@@ -500,7 +508,7 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
     """Computes QK and softmax of the block at key `n_start`, overlapped with PV of the block before."""
     # QK of this block, then PV of the block before.
     prev_stage, _ = stage_and_phase(iter - 1, cfg.STAGES)
-    wait_turn_if_any(cfg)
+    ping_pong_sync(cfg)
     if cfg.FP8_PV:
         s, acc_left, acc_right = start_qk_add_left_pv_start_right_pv(
             state, q, q_stages, k_stages, v_stages, iter, True, cfg
@@ -513,7 +521,7 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
                 v_stages, iter - 1, mask_args.key_begin - prev_start, mask_args.key_end - prev_start, 0, cfg
             )
         acc_o = start_pv(state.acc_o, state.p_packed, v_stages, iter - 1, cfg)
-    pass_turn_if_any(cfg)
+    ping_pong_arrive(cfg)
     tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, code_iter, cfg)
     k_scales = load_k_token_scales_or_placeholder(stored_scales, iter, cfg)
     s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
@@ -542,7 +550,7 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
         )
     if cfg.FP8_PV:
         acc_right = warpgroup_mma_wait(0, [acc_right])
-        warp_arrive(v_stages.address, first_empty(v_stages.tiles.shape[0]) + prev_stage)
+        release_stage(v_stages, prev_stage)
         acc_right = rescale_and_add(state.acc_right, acc_right, state.rescale)
         return FP8SoftmaxState(acc_left, acc_right, rescale, row_max, row_sum, pack_p_e4m3(p))
     else:
@@ -650,7 +658,7 @@ def consumer(args, Q_DTYPE: gl.constexpr, cfg: gl.constexpr):
     V: gl.constexpr = v_stages.tiles.dtype
     num_done, iter = 0, 0  # work tiles done, blocks begun
     if cfg.PING_PONG:
-        give_first_turn()
+        warp_scheduler_barrier_init()
     warp_wait(q_stages.address, 0, 0)
     work_tile, _cached_range = read_work_tile_and_cached_range(tile_info.index(0), False)
     if work_tile.num_n_blocks > 0:
@@ -659,9 +667,9 @@ def consumer(args, Q_DTYPE: gl.constexpr, cfg: gl.constexpr):
         )
         n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
         # First block of the first work tile: QK, mask and softmax.
-        wait_turn_if_any(cfg)
+        ping_pong_sync(cfg)
         s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg)
-        pass_turn_if_any(cfg)
+        ping_pong_arrive(cfg)
         k_scales = load_k_token_scales_or_placeholder(stored_scales, iter, cfg)
         s = apply_k_scales(warpgroup_mma_wait(0, [s]), k_scales, cfg)
         tile_v_scale = load_log2_and_inv_tile_v_scale(stored_scales, iter, cfg)
@@ -692,7 +700,7 @@ def consumer(args, Q_DTYPE: gl.constexpr, cfg: gl.constexpr):
                 work_tile, q_stages, call_scales, Q_DTYPE, cfg
             )
             n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
-            wait_turn_if_any(cfg)
+            ping_pong_sync(cfg)
             if cfg.FP8_PV:
                 s, acc_left, acc_right = start_qk_add_left_pv_start_right_pv(
                     state, q, q_stages, k_stages, v_stages, iter, has_next, cfg
@@ -703,7 +711,7 @@ def consumer(args, Q_DTYPE: gl.constexpr, cfg: gl.constexpr):
                 if not cfg.EARLY_PV:
                     acc_o = start_pv(state.acc_o, state.p_packed, v_stages, iter - 1, cfg)
                 s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg, has_next)
-            pass_turn_if_any(cfg)
+            ping_pong_arrive(cfg)
             # Finish PV, release V.
             if cfg.FP8_PV:
                 s = warpgroup_mma_wait(1, [s])
