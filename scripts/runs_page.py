@@ -24,56 +24,46 @@ PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results
 PAGE_SIZE = 64  # of the table; other sizes are a line below it
 FAR = 0.05
 PREFILL, TRITONS = RESULTS / "h200_prefill.json", RESULTS / "h200_tritons.json"
+PREFILL_PAGE_SIZES = RESULTS / "h200_prefill_page_sizes.json"
+IN_THE_JSON_ALONE = ("sixteen chunks", "two prompts")  # cells close to others
 
 
 def prefill() -> str:
-    """TFLOP/s by cell (rows) and format (columns), then peers over bf16 and fp8 pages; what pages of 16 leave of it."""
+    """TFLOP/s by cell (rows) and format (columns); what pages of 16 leave of it."""
     kept = json.loads(PREFILL.read_text())
     cells: dict[str, dict[str, str]] = defaultdict(dict)
     about: dict[str, str] = {}
     columns: list[str] = []
-    peers: set[str] = set()
     for r in kept["cases"]:
-        if r["page"] != PAGE_SIZE:
+        if r["page"] != PAGE_SIZE or r["cell"]["name"] in IN_THE_JSON_ALONE or "us" not in r:
             continue
-        name = named(r["cell"]["name"], r)
+        name, head = named(r["cell"]["name"], r), column(r)
         about[name] = described(r["cell"])
-        others = {f"{peer}, {r['format']}": p for peer, p in r["peers"].items()}
-        peers |= set(others)
-        for head, x in ({column(r): r} | others).items():
-            if "us" not in x:
-                continue
-            columns += [head] * (head not in columns)
-            cells[name][head] = f"{x['tflops']:.0f}"
-    columns.sort(key=lambda head: (head in peers, ", " in head))  # what is plain comes first, what is not ours last
+        columns += [head] * (head not in columns)
+        cells[name][head] = f"{r['tflops']:.0f}"
+    columns.sort(key=lambda head: ", " in head)  # what is plain comes first
     rows = [[f"{name}: {about[name]}", *(found.get(head, "-") for head in columns)] for name, found in cells.items()]
     return (
         f"\n{kept['device']}, PyTorch {kept['torch']}; TFLOP/s\n\n"
         + pages.table(["new of all tokens", *columns], rows)
         + "\n"
-        + "".join(small_pages(kept["cases"]))
+        + "".join(small_pages(json.loads(PREFILL_PAGE_SIZES.read_text())["cases"]))
         + "\n"
     )
 
 
 def small_pages(cases: list[dict[str, Any]]) -> Iterator[str]:
-    """A line for each other page size: its rates as shares of those with pages of 64, by format."""
+    """A line for each other page size: its rates as shares of those with pages of 64."""
     rates = {(r["cell"]["name"], column(r), r["new_rows"], r["page"]): r["tflops"] for r in cases if "us" in r}
-    shares: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    shares: dict[int, list[tuple[float, str]]] = defaultdict(list)
     for (cell, head, new_rows, size), rate in rates.items():
         plain = rates.get((cell, head, new_rows, PAGE_SIZE))
         if size != PAGE_SIZE and plain:
-            shares[size][head].append(rate / plain)
+            shares[size].append((rate / plain, head))
     for size, found in shares.items():
-        parts = (f"{head} {span(own)}" for head, own in found.items())
-        yield f"Pages of {size}, as a share of these rates: {', '.join(parts)}.\n"
-
-
-def span(shares: list[float]) -> str:
-    """From the least to the largest, and of how many cells."""
-    low, high = f"{100 * min(shares):.0f}", f"{100 * max(shares):.0f}"
-    of = f"{len(shares)} cells" if len(shares) > 1 else "1 cell"
-    return f"{low}{f' to {high}' * (low != high)}% ({of})"
+        (low, worst), (high, _) = min(found), max(found)
+        span = f"{100 * low:.0f} ({worst}) to {100 * high:.0f}% of the rates with pages of {PAGE_SIZE}"
+        yield f"Pages of {size}, in an earlier run: {span} ({len(found)} cells).\n"
 
 
 def column(r: dict[str, Any]) -> str:

@@ -79,6 +79,20 @@ VARIANTS = {
     "D 96": {"dim": 96},
     "D 512, Dv 256": {"dim": 512, "dim_v": 256, "heads": 1},
     "D 80": {"dim": 80, "window": 50},
+    "D 112": {"dim": 112, "heads": 4, "group": 6, "sinks": True},
+    "D 112, pages of 16": {"dim": 112, "page": 16, "packed": True},
+    "D 112, e4m3 query": {**_E4M3, "dim": 112},
+    "D 112, e4m3 out": {"dim": 112, "out_dtype": "float8_e4m3fn"},
+    "D 112, fp8 values": {"dim": 112, "v_format": "fp8_per_token_head"},
+    "D 112, Dv 128": {"dim": 112, "dim_v": 128, "softcap": 20.0},
+    "D 128, Dv 80": {"dim": 128, "dim_v": 80},
+    "D 112, int4 values": {"dim": 112, "v_format": "int4_per_token_head"},
+    "D 112, new rows": {"dim": 112, "new_rows": True, "window": 150},
+    "D 80, many requests": {"dim": 80, "lens": (40,) * 70, "q_lens": (33,) * 70, "page": 16},
+    "D 112, turned": {"dim": 112, "rotation": "kv", "channels": "kv"},
+    "D 80, turned, new rows": {"dim": 80, "rotation": "kv", "channels": "kv", "new_rows": True},
+    "D 240": {"dim": 240},
+    "D 48": {"dim": 48, "heads": 8},
     "scale tensors": {"scale": "tensor"},
     "scale per head, e4m3 out": {"scale": "head", "out_dtype": "float8_e4m3fn"},
     "e4m3 query": {"dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "scale": "float"},
@@ -140,6 +154,8 @@ _OF_BLOCKS = (
     *("plain", "pages of 16, heads apart", "window", "soft cap", "D 64", "D 96", "more rows than tokens", "spread"),
     *("scale tensors", "e4m3 query", "new rows", "new rows, window", "new rows, D 64"),
 )
+_PADDED = tuple(name for name in VARIANTS if name.startswith(("D 80", "D 112", "D 128, Dv 80", "D 240", "D 48")))
+_PADDED_INT4 = tuple(name for name in _PADDED if "int4 values" not in name)
 _SEEN_ONCE = (
     *("plain", "pages of 16, heads apart", "window", "many requests", "group of 128", "D 96", "soft cap", "large"),
     *(name for name in VARIANTS if name.startswith("new rows")),
@@ -149,13 +165,13 @@ _TURNED = tuple(name for name in VARIANTS if name.startswith("turned"))
 _INT8 = tuple(name for name in VARIANTS if name.startswith("quantized"))
 FORMATS = {
     "bf16": (*_SEEN_ONCE, "D 512, Dv 256", "turned values", "turned values, new rows"),
-    "fp8_e4m3": (*_SEEN_ONCE, "D 512, Dv 256", *_DIRECT, *_TURNED),
+    "fp8_e4m3": (*_SEEN_ONCE, "D 512, Dv 256", "D 80", "D 112, int4 values", *_DIRECT, *_TURNED),
     "fp16": (*_FEW, "turned", "turned, D 96", "turned, new rows"),
     "fp8_e5m2": ("plain", "D 64"),
-    "int8_per_token_head": (*_OF_TOKENS, *_TURNED, *_INT8),
+    "int8_per_token_head": (*_OF_TOKENS, "D 112, int4 values", "D 80, turned, new rows", *_TURNED, *_INT8),
     "fp8_per_token_head": ("plain", "wide window", "spread", "new rows", *_DIRECT),
-    "int4_per_token_head": (*_OF_TOKENS, *_TURNED),
-    "nvfp4": (*_OF_BLOCKS, "turned", "turned, D 96", "turned, new rows"),
+    "int4_per_token_head": (*_OF_TOKENS, *_PADDED_INT4, *_TURNED),
+    "nvfp4": (*_OF_BLOCKS, *_PADDED, "turned", "turned, D 96", "turned, new rows"),
 }
 
 

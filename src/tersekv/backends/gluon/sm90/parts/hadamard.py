@@ -257,8 +257,7 @@ def unrotate_and_scale_acc(state, smem_column_scales, cfg: gl.constexpr, tile_cf
     return SoftmaxState(state.row_max, state.row_sum, acc_o)
 
 
-# ---- prefill: scales loaded where they are used ----
-# Heads change with the work tile, and shared memory is full.
+# ---- prefill: scales are loaded where they are used, as heads change with the work tile and shared memory is full ----
 
 
 class RotationTensors(NamedTuple):
@@ -268,18 +267,3 @@ class RotationTensors(NamedTuple):
     V_SIGNS: gl.tensor
     K_CHANNEL_SCALES: gl.tensor
     V_CHANNEL_SCALES: gl.tensor
-
-
-@gluon.jit
-def unrotate_and_scale_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr):
-    """Returns acc_o [rows, columns] with the cache's V rotation undone."""
-    ROTATION: gl.constexpr = cfg.V_ROTATION
-    if ROTATION.ROTATED:
-        acc = blockwise_hadamard_unnormalized(acc, 1, cfg.HEAD_DIM_V & -cfg.HEAD_DIM_V)
-    o_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-    return (
-        acc
-        * load_normalized_signs_times_channel_scales_if_any(
-            rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION
-        )[None, :]
-    )

@@ -17,6 +17,7 @@ from ..parts.tensor_maps import TypedAddress, make_tensor_map, why_no_tensor_map
 
 ROWS_PER_WARPGROUP = 64  # query rows of a warpgroup
 PART_COLUMNS = 128  # columns of a stage where heads are wider than 256
+COLUMN_SHIFT = 16  # columns: 8 bytes of 4-bit codes
 _OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
 _SWIZZLE = 128  # bytes: the widest panel of a row in shared memory
 
@@ -29,6 +30,7 @@ class StoredFormat(KernelConfig):
     PACK: int  # codes in 16 bits
     TOKEN_SCALES: bool
     BLOCK_SCALES: bool
+    PACKED_HEAD_STRIDE: int  # packed columns from head to head, which a tensor map has in one row; 0: it has heads
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class PrefillConfig(KernelConfig):
 
 def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
     """Returns the kernel's configuration for these facts."""
-    k, v = pair_of(f)
+    k = kv_format(f.format)
     heads, group = f.k_cache.shape[2], f.q.shape[1] // f.k_cache.shape[2]
     heads_per_tile = min(group & -group, ROWS_PER_WARPGROUP)
     d, dv = _power_of_2_head_dims(f)
@@ -104,7 +106,7 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
     block_n = 128 if max_head_dim <= 128 else 64
     has_codes = k.storage.itemsize == 1
     tiles = _column_and_stage_config_fields(f, d, dv, has_codes)
-    k_side, v_side = _stored_format(k), _stored_format(v)
+    k_side, v_side = _stored_formats(f, d, dv)
     registers = _first_and_second_consumer_registers(f, k_side, v_side, max_head_dim)
     return PrefillConfig(
         K=k_side,
@@ -187,9 +189,30 @@ def _column_and_stage_config_fields(f: SimpleNamespace, d: int, dv: int, has_cod
     }  # fmt: skip
 
 
-def _stored_format(fmt: KVFormat) -> StoredFormat:
+def _stored_formats(f: SimpleNamespace, d: int, dv: int) -> tuple[StoredFormat, StoredFormat]:
+    k, v = pair_of(f)
+    k_stride, v_stride = 0, 0
+    if not is_column_split(f):
+        k_stride = _packed_head_stride(k, f.k_cache, f.q.shape[2], d)
+        v_stride = _packed_head_stride(v, f.v_cache, f.out.shape[2], dv)
+    return _stored_format(k, k_stride), _stored_format(v, v_stride)
+
+
+def _stored_format(fmt: KVFormat, packed_head_stride: int) -> StoredFormat:
     pack = 2 * fmt.values_per_element // fmt.storage.itemsize
-    return StoredFormat(fmt.code, pack, fmt.scale == TOKEN_HEAD, fmt.scale == BLOCK)
+    return StoredFormat(fmt.code, pack, fmt.scale == TOKEN_HEAD, fmt.scale == BLOCK, packed_head_stride)
+
+
+def _packed_head_stride(fmt: KVFormat, cache: Any, head_dim: int, columns: int) -> int:
+    """Returns StoredFormat.PACKED_HEAD_STRIDE, other than 0 for 4-bit codes alone.
+
+    TMA wants strides and inner coordinates of 16 bytes. Rows of an odd number of 8 bytes, of every other head, begin in
+    the middle of 16: a copy begins 8 bytes earlier, and the row 16 columns later in its tile (`first_column_of_head`).
+    """
+    row_bytes = head_dim // 2
+    adjacent = cache.shape[2] > 1 and cache.stride[2] == row_bytes
+    shiftable = fmt.values_per_element == 2 and row_bytes % 16 == 8 and head_dim + COLUMN_SHIFT <= columns
+    return row_bytes // 2 if adjacent and shiftable else 0
 
 
 def _residual_scale(side: StoredFormat) -> float:
@@ -338,6 +361,8 @@ def _dtype_shape_strides_and_box(
         s_p if pages > 1 else slots * heads * width // elements_per_view,
         s_h if heads > 1 else width // elements_per_view,
     )
+    if (cfg.K if arg_name == "k_cache" else cfg.V).PACKED_HEAD_STRIDE > 0:
+        heads, width, s_h = 1, heads * width, s_s
     return (
         dtype, [pages, heads, slots, width // elements_per_view], [s_p, s_h, s_s, 1],
         [1, 1, cfg.KEYS_PER_COPY, columns],

@@ -21,7 +21,7 @@ from ..parts.dequant import E4M3_K_PTX, E5M2_K_PTX, INT8_K_PTX, exponent_to_floa
 from ..parts.online_softmax import split_columns
 from ..parts.pipeline import consumer_wait, producer_acquire, stage_and_phase
 from .mainloop import split_keys_by_eight
-from .tile_scheduler import I_CONVERTER, kv_head_of, read_work_tile_and_cached_range
+from .tile_scheduler import I_CONVERTER, first_column_of_head, kv_head_of, read_work_tile_and_cached_range
 
 
 class StoredScales(NamedTuple):
@@ -227,11 +227,14 @@ def load_token_or_block_scales_of_k_or_v_zero_oob(
         NUM_BLOCKS: gl.constexpr = (cfg.HEAD_DIM_V if IS_V else cfg.HEAD_DIM) // 16
         BLOCKS_PADDED: gl.constexpr = (cfg.DV if IS_V else cfg.D) // 16
         L: gl.constexpr = gl.BlockedLayout([1, BLOCKS_PADDED], [32, 1], [gl.num_warps(), 1], [1, 0])
-        o_i = gl.arange(0, BLOCKS_PADDED, gl.SliceLayout(0, L))
+        o_i = gl.arange(0, BLOCKS_PADDED, gl.SliceLayout(0, L)) - first_column_of_head(kv_head, IS_V, cfg) // 16
         o_scales = gl.convert_layout(o_scales, gl.SliceLayout(1, L), assert_trivial=True)
         m_key = gl.convert_layout(m_key, gl.SliceLayout(1, L), assert_trivial=True)
         p_byte = SCALES.to(gl.pointer_type(gl.uint8), bitcast=True) + o_scales[:, None] + o_i[None, :]
-        return gl.load(p_byte, mask=m_key[:, None] & (o_i < NUM_BLOCKS)[None, :], other=0)
+        m_block = o_i < NUM_BLOCKS
+        if SIDE.PACKED_HEAD_STRIDE > 0:
+            m_block = m_block & (o_i >= 0)
+        return gl.load(p_byte, mask=m_key[:, None] & m_block[None, :], other=0)
     elif SIDE.TOKEN_SCALES:
         return gl.load(SCALES + o_scales, mask=m_key, other=0.0)
     else:

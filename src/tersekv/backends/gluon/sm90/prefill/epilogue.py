@@ -1,9 +1,41 @@
-"""Epilogue of prefill: columns of an accumulator to the output, in stores of 16 bytes a lane."""
+"""Epilogue of prefill: an accumulator is unrotated, and its columns go to the output in stores of 16 bytes a lane."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..parts.epilogue import cast_output_saturating_fp8
+from ..parts.hadamard import blockwise_hadamard_unnormalized, load_normalized_signs_times_channel_scales_if_any
+from .tile_scheduler import head_columns_of_tile
+
+
+@gluon.jit
+def unrotate_and_scale_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr):
+    """Returns acc_o [rows, columns] with the cache's V rotation undone."""
+    ROTATION: gl.constexpr = cfg.V_ROTATION
+    if ROTATION.ROTATED:
+        acc = blockwise_hadamard_unnormalized(acc, 1, cfg.HEAD_DIM_V & -cfg.HEAD_DIM_V)
+    o_d = head_columns_of_tile(acc.shape[1], gl.SliceLayout(0, acc.type.layout), kv_head, True, cfg)
+    return (
+        acc
+        * load_normalized_signs_times_channel_scales_if_any(
+            rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION
+        )[None, :]
+    )
+
+
+@gluon.jit
+def scale_and_rotate_acc_rows_of_new_v(acc, rotation, kv_head, cfg: gl.constexpr):
+    """Returns acc_o of new V [rows, columns] scaled and rotated as cached V is, to be added to that of cached V."""
+    ROTATION: gl.constexpr = cfg.V_ROTATION
+    o_d = head_columns_of_tile(acc.shape[1], gl.SliceLayout(0, acc.type.layout), kv_head, True, cfg)
+    column_scales = load_normalized_signs_times_channel_scales_if_any(
+        rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION, True
+    )
+    acc = acc * column_scales[None, :]
+    if ROTATION.ROTATED:
+        acc = blockwise_hadamard_unnormalized(acc, 1, cfg.HEAD_DIM_V & -cfg.HEAD_DIM_V)
+    return acc
+
 
 # Four registers of each of four lanes, transposed: lane i gets register i of all.
 QUAD_TRANSPOSE_PTX = gl.constexpr(
@@ -75,15 +107,18 @@ def transpose_quads(out):
 
 
 @gluon.jit
-def store_output_columns(OUT, acc_o, acc_scale, rows, strides, FIRST_COLUMN: gl.constexpr, cfg: gl.constexpr):
-    """Stores acc_o × acc_scale as output columns from FIRST_COLUMN on."""
+def store_output_columns(OUT, acc_o, acc_scale, rows, strides, first_column, cfg: gl.constexpr):
+    """Stores acc_o × acc_scale as output columns from `first_column` on."""
     # Beside int32 scores of the next tile, registers spill.
     ADJACENT: gl.constexpr = OUT.dtype.element_ty.primitive_bitwidth == 16 and not cfg.INT8_Q
     L: gl.constexpr = adjacent_columns_layout(acc_o.shape[0], acc_o.shape[1]) if ADJACENT else acc_o.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, L)
     tokens, q_heads, m_row = rows
-    o_d = FIRST_COLUMN + gl.arange(0, acc_o.shape[1], gl.SliceLayout(0, L))
-    valid = gl.convert_layout(m_row, ROW, assert_trivial=True)[:, None] & (o_d < cfg.HEAD_DIM_V)[None, :]
+    o_d = first_column + gl.arange(0, acc_o.shape[1], gl.SliceLayout(0, L))
+    m_column = o_d < cfg.HEAD_DIM_V
+    if cfg.V.PACKED_HEAD_STRIDE > 0:
+        m_column = m_column & (o_d >= 0)
+    valid = gl.convert_layout(m_row, ROW, assert_trivial=True)[:, None] & m_column[None, :]
     p_row = gl.convert_layout(OUT + tokens * strides[0] + q_heads * strides[1], ROW, assert_trivial=True)
     out = cast_output_saturating_fp8(acc_o * acc_scale[:, None], OUT, cfg)
     if ADJACENT:

@@ -27,12 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...versions import reinterpret, thread_barrier
 from ..parts.epilogue import compute_acc_scale_and_lse
-from ..parts.hadamard import (
-    RotationTensors,
-    blockwise_hadamard_unnormalized,
-    load_normalized_signs_times_channel_scales_if_any,
-    unrotate_and_scale_acc_rows,
-)
+from ..parts.hadamard import RotationTensors
 from ..parts.online_softmax import (
     FP8RowMax,
     pack_p_16bit,
@@ -50,10 +45,16 @@ from ..parts.warp_mbarriers import (
     warp_scheduler_barrier_sync,
     warp_wait,
 )
-from .epilogue import store_output_columns
+from .epilogue import scale_and_rotate_acc_rows_of_new_v, store_output_columns, unrotate_and_scale_acc_rows
 from .producer import PipelineStages
 from .query import prepare_loaded_query_and_q_scales, score_layout, view_query_parts_as
-from .tile_scheduler import NUM_READERS, WorkTile, kv_head_of, read_work_tile_and_cached_range
+from .tile_scheduler import (
+    NUM_READERS,
+    WorkTile,
+    first_column_of_head,
+    kv_head_of,
+    read_work_tile_and_cached_range,
+)
 
 MIN_SCALE = gl.constexpr(1e-30)  # of scores: −inf × MIN_SCALE is −inf
 MIN_V_SCALE = gl.constexpr(1e-30)  # of cached V: acc_o is divided by it
@@ -623,7 +624,8 @@ def store_output_and_lse(OUT, LSE, SINKS, work_tile, state, v_scale, strides, sh
         mbarrier.wait(shared_p.acc_empty_barrier.index(0), (num_done & 1) ^ 1)
         shared_p.acc_scales.store(acc_scale)
         sync_and_arrive(shared_p.acc_full_barrier.index(0))
-    store_output_columns(OUT, state.acc_o, acc_scale, (tokens, q_heads, m_row), strides, 0, cfg)
+    first_column = 0 - first_column_of_head(kv_head_of(work_tile, cfg), True, cfg)
+    store_output_columns(OUT, state.acc_o, acc_scale, (tokens, q_heads, m_row), strides, first_column, cfg)
     if cfg.HAS_LSE:
         gl.store(LSE + tokens * strides[2] + q_heads * strides[3], lse, mask=m_row)
 
@@ -798,15 +800,7 @@ def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales
     release_v(v_stages, prev_stage, cfg)
     acc_o = acc_o * gl.convert_layout(rescale / cached_v_scale, gl.SliceLayout(1, acc_o.type.layout))[:, None]
     if cfg.V_ROTATION.ENABLED:
-        # Rotate acc_o of new V, to be added to that of cached V.
-        ROTATION: gl.constexpr = cfg.V_ROTATION
-        rotation, o_d = call_scales.rotation, gl.arange(0, acc_o.shape[1], gl.SliceLayout(0, acc_o.type.layout))
-        column_scales = load_normalized_signs_times_channel_scales_if_any(
-            rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION, True
-        )
-        acc_o = acc_o * column_scales[None, :]
-        if ROTATION.ROTATED:
-            acc_o = blockwise_hadamard_unnormalized(acc_o, 1, cfg.HEAD_DIM_V & -cfg.HEAD_DIM_V)
+        acc_o = scale_and_rotate_acc_rows_of_new_v(acc_o, call_scales.rotation, kv_head, cfg)
     return SoftmaxState(acc_o, row_max, row_sum, p_packed)
 
 

@@ -21,6 +21,7 @@ from .tile_scheduler import (
     WorkTile,
     element_as_scalar,
     finish_taking_next_work_tile,
+    first_column_of_head,
     init_work_counter_unless_marked,
     kv_head_of,
     load_num_m_blocks,
@@ -80,6 +81,17 @@ def lanes_to_scalars(page_ids, smem_scratch):
 
 
 @gluon.jit
+def head_and_first_packed_column(kv_head, IS_V: gl.constexpr, cfg: gl.constexpr):
+    """Returns the coordinates of a KV head in a cache's tensor map: its index, and the column from which to copy."""
+    PACKED_HEAD_STRIDE: gl.constexpr = cfg.V.PACKED_HEAD_STRIDE if IS_V else cfg.K.PACKED_HEAD_STRIDE
+    PACK: gl.constexpr = cfg.V.PACK if IS_V else cfg.K.PACK
+    if PACKED_HEAD_STRIDE > 0:
+        return kv_head * 0, kv_head * PACKED_HEAD_STRIDE - first_column_of_head(kv_head, IS_V, cfg) // PACK
+    else:
+        return kv_head, 0
+
+
+@gluon.jit
 def start_query_copy_to_acquired_stage(Q, q_stages, work_tile, cfg: gl.constexpr):
     """Starts the copies of a work tile's query rows, whose stage is free."""
     PANEL_COLUMNS: gl.constexpr = Q.block_shape[2]
@@ -92,26 +104,29 @@ def start_query_copy_to_acquired_stage(Q, q_stages, work_tile, cfg: gl.constexpr
         q_stages.tiles, Q.dtype, [NUM_PANELS * 2 // ITEMSIZE, cfg.TOKENS_PER_TILE, cfg.HEADS_PER_TILE, PANEL_COLUMNS],
         Q.layout,
     )  # fmt: skip
+    first_column = first_column_of_head(kv_head_of(work_tile, cfg), False, cfg)
     for panel in gl.static_range(NUM_PANELS):
         tma_load(
-            Q, [work_tile.q_row, work_tile.head_tile * cfg.HEADS_PER_TILE, panel * PANEL_COLUMNS], full_barrier,
-            smem.index(panel),
+            Q, [work_tile.q_row, work_tile.head_tile * cfg.HEADS_PER_TILE, panel * PANEL_COLUMNS - first_column],
+            full_barrier, smem.index(panel),
         )  # fmt: skip
 
 
 @gluon.jit
 def acquire_and_copy_kv_block(
-    TENSOR_MAP, stages, page_ids, n_block, block_iter, kv_head, STAGES_PER_BLOCK: gl.constexpr, cfg: gl.constexpr
+    TENSOR_MAP, stages, page_ids, n_block, block_iter, kv_head, IS_V: gl.constexpr, cfg: gl.constexpr
 ):
-    """Copies a K or V tile, into STAGES_PER_BLOCK stages."""
-    if STAGES_PER_BLOCK == 1:
-        acquire_and_copy_kv_stage(TENSOR_MAP, stages, page_ids, n_block, block_iter, 0, kv_head, cfg)
+    """Copies a K or V tile, into one stage or those of its parts."""
+    PARTS: gl.constexpr = cfg.V_PARTS if IS_V else cfg.K_PARTS
+    head, first_column = head_and_first_packed_column(kv_head, IS_V, cfg)
+    if PARTS == 1:
+        acquire_and_copy_kv_stage(TENSOR_MAP, stages, page_ids, n_block, block_iter, first_column, head, cfg)
     else:
-        for part in range(STAGES_PER_BLOCK):
-            first_column = part * stages.tiles.shape[2]
+        for part in range(PARTS):
             acquire_and_copy_kv_stage(
-                TENSOR_MAP, stages, page_ids, n_block, block_iter * STAGES_PER_BLOCK + part, first_column, kv_head, cfg
-            )
+                TENSOR_MAP, stages, page_ids, n_block, block_iter * PARTS + part, part * stages.tiles.shape[2], head,
+                cfg,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -143,16 +158,20 @@ def acquire_and_copy_kv_stage(
 
 @gluon.jit
 def acquire_and_copy_new_kv_block(
-    TENSOR_MAP, stages, first_new_row, n_block, block_iter, kv_head, STAGES_PER_BLOCK: gl.constexpr, cfg: gl.constexpr
+    TENSOR_MAP, stages, first_new_row, n_block, block_iter, kv_head, IS_V: gl.constexpr, cfg: gl.constexpr
 ):
-    """Copies a tile of new K or V, into STAGES_PER_BLOCK stages."""
-    if STAGES_PER_BLOCK == 1:
-        wait_for_stage_and_start_new_kv_copies(TENSOR_MAP, stages, first_new_row, n_block, block_iter, 0, kv_head, cfg)
+    """Copies a tile of new K or V, into one stage or those of its parts, in the columns that cached tiles have."""
+    PARTS: gl.constexpr = cfg.V_PARTS if IS_V else cfg.K_PARTS
+    first_column = 0 - first_column_of_head(kv_head, IS_V, cfg)
+    if PARTS == 1:
+        wait_for_stage_and_start_new_kv_copies(
+            TENSOR_MAP, stages, first_new_row, n_block, block_iter, first_column, kv_head, cfg
+        )
     else:
-        for part in range(STAGES_PER_BLOCK):
+        for part in range(PARTS):
             wait_for_stage_and_start_new_kv_copies(
-                TENSOR_MAP, stages, first_new_row, n_block, block_iter * STAGES_PER_BLOCK + part,
-                part * stages.tiles.shape[2], kv_head, cfg,
+                TENSOR_MAP, stages, first_new_row, n_block, block_iter * PARTS + part, part * stages.tiles.shape[2],
+                kv_head, cfg,
             )  # fmt: skip
 
 
@@ -237,14 +256,12 @@ def copy_cached_kv_and_start_taking(
             if i + 1 == num_n_blocks:
                 count = start_taking_next_work_tile(WORK_COUNTER, i + 1 == num_n_blocks)
             if i < num_n_blocks:
-                acquire_and_copy_kv_block(K, k_stages, block_page_ids, n_block, iter + i, kv_head, cfg.K_PARTS, cfg)
+                acquire_and_copy_kv_block(K, k_stages, block_page_ids, n_block, iter + i, kv_head, False, cfg)
             if not cfg.HAS_NEW_KV:  # noqa: SIM102
                 if i == 0:
                     publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_range, tile_iter, cfg)
             if i > 0:
-                acquire_and_copy_kv_block(
-                    V, v_stages, prev_page_ids, n_block + 1, iter + i - 1, kv_head, cfg.V_PARTS, cfg
-                )
+                acquire_and_copy_kv_block(V, v_stages, prev_page_ids, n_block + 1, iter + i - 1, kv_head, True, cfg)
             prev_page_ids = block_page_ids
             n_block -= 1
         iter += num_n_blocks
@@ -253,11 +270,11 @@ def copy_cached_kv_and_start_taking(
             count = start_taking_next_work_tile(WORK_COUNTER, i + 1 == num_n_blocks)
             block_page_ids = lanes_to_scalars(page_ids, tile_info.index(PAGE_IDS_ROW))
             page_ids = load_page_ids_by_lane(page_table, n_block - 1, key_begin, key_end, i + 1 < num_n_blocks, cfg)
-            acquire_and_copy_kv_block(K, k_stages, block_page_ids, n_block, iter, kv_head, cfg.K_PARTS, cfg)
+            acquire_and_copy_kv_block(K, k_stages, block_page_ids, n_block, iter, kv_head, False, cfg)
             if not cfg.HAS_NEW_KV:  # noqa: SIM102 - known to the compiler, unlike the other
                 if i == 0:
                     publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_range, tile_iter, cfg)
-            acquire_and_copy_kv_block(V, v_stages, block_page_ids, n_block, iter, kv_head, cfg.V_PARTS, cfg)
+            acquire_and_copy_kv_block(V, v_stages, block_page_ids, n_block, iter, kv_head, True, cfg)
             iter += 1
             n_block -= 1
     return iter, count
@@ -276,11 +293,11 @@ def publish_tile_copy_queries_and_new_kv(
         n_block = work_tile.n_block_end - 1 - i
         if i < work_tile.num_n_blocks:
             acquire_and_copy_new_kv_block(
-                new_maps[0], new_kv_stages[0], q_row, n_block, new_iter + i, kv_head, cfg.K_PARTS, cfg
+                new_maps[0], new_kv_stages[0], q_row, n_block, new_iter + i, kv_head, False, cfg
             )
         if i > 0:
             acquire_and_copy_new_kv_block(
-                new_maps[1], new_kv_stages[1], q_row, n_block + 1, new_iter + i - 1, kv_head, cfg.V_PARTS, cfg
+                new_maps[1], new_kv_stages[1], q_row, n_block + 1, new_iter + i - 1, kv_head, True, cfg
             )
     return new_iter + work_tile.num_n_blocks
 
@@ -343,10 +360,10 @@ def producer(args, cfg: gl.constexpr):
                                 tensor_maps[0], q_stages, tile_info, work_tile, cached_range, tile_iter, cfg
                             )
                         acquire_and_copy_new_kv_block(
-                            new_maps[0], new_kv_stages[0], q_row, n_block, new_iter, kv_head, 1, cfg
+                            new_maps[0], new_kv_stages[0], q_row, n_block, new_iter, kv_head, False, cfg
                         )
                         acquire_and_copy_new_kv_block(
-                            new_maps[1], new_kv_stages[1], q_row, n_block, new_iter, kv_head, 1, cfg
+                            new_maps[1], new_kv_stages[1], q_row, n_block, new_iter, kv_head, True, cfg
                         )
                         new_iter += 1
                 if cfg.CODE_STAGES > 0:

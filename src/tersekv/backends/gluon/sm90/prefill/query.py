@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ...versions import reinterpret, thread_barrier
 from ..parts.dequant import biased_exponent_and_inv_scale_of_rows, exponent_to_float
 from ..parts.hadamard import blockwise_hadamard_unnormalized, load_normalized_signs_times_channel_scales_if_any
+from .tile_scheduler import head_columns_of_tile
 
 ROUND_TO_INT = gl.constexpr(1.5 * 2.0**23)  # added, an integer is in the lowest bits of fp32
 MIN_Q_MAX = gl.constexpr(1e-30)  # of a row that is divided by its largest magnitude
@@ -79,7 +80,7 @@ def prepare_loaded_whole_query_and_q_scales(
         if cfg.K_ROTATION.ENABLED:
             # Rotate and scale query rows like the cache's keys.
             ROTATION: gl.constexpr = cfg.K_ROTATION
-            o_d = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+            o_d = head_columns_of_tile(x.shape[1], gl.SliceLayout(0, x.type.layout), kv_head, False, cfg)
             column_scales = load_normalized_signs_times_channel_scales_if_any(
                 rotation.K_SIGNS, rotation.K_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM, ROTATION
             )

@@ -14,10 +14,12 @@ from triton.experimental.gluon import language as gl
 
 from ...versions import thread_barrier
 from ..parts.tile_scheduler import add
+from . import config
 
 TILE_INFO_FIELDS = gl.constexpr(16)
 I_CONVERTER, I_SECOND_CONSUMER = gl.constexpr(1), gl.constexpr(2)  # readers of work tiles, after the first consumer
 NUM_READERS = gl.constexpr(3)
+COLUMN_SHIFT = gl.constexpr(config.COLUMN_SHIFT)
 PAGE_IDS_ROW = NUM_READERS  # after their work tiles: pages of the tile being copied
 REQUESTS_PER_STEP = gl.constexpr(32)  # requests searched at once
 
@@ -203,6 +205,31 @@ def make_work_tile_and_cached_range(i_request, m_block, head_tile, SEQ_LENS, CU_
 def kv_head_of(work_tile, cfg: gl.constexpr):
     """Returns the KV head of a work tile."""
     return work_tile.head_tile * cfg.HEADS_PER_TILE // cfg.GROUP
+
+
+# ---- columns of a head in K and V tiles ----
+
+
+@gluon.jit
+def first_column_of_head(kv_head, IS_V: gl.constexpr, cfg: gl.constexpr):
+    """Returns the column of K or V tiles in which the head's row begins: `config._packed_head_stride`."""
+    PACKED_HEAD_STRIDE: gl.constexpr = cfg.V.PACKED_HEAD_STRIDE if IS_V else cfg.K.PACKED_HEAD_STRIDE
+    if PACKED_HEAD_STRIDE > 0:
+        return (kv_head & 1) * COLUMN_SHIFT
+    else:
+        return 0
+
+
+@gluon.jit
+def head_columns_of_tile(
+    NUM_COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, kv_head, IS_V: gl.constexpr, cfg: gl.constexpr
+):
+    """Returns the head's column in each column of K or V tiles; 0 before its first."""
+    PACKED_HEAD_STRIDE: gl.constexpr = cfg.V.PACKED_HEAD_STRIDE if IS_V else cfg.K.PACKED_HEAD_STRIDE
+    o_d = gl.arange(0, NUM_COLUMNS, LAYOUT)
+    if PACKED_HEAD_STRIDE > 0:
+        o_d = gl.maximum(o_d - first_column_of_head(kv_head, IS_V, cfg), 0)
+    return o_d
 
 
 # ---- from the producer to the other warps ----
