@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from tersekv.cli import main
 from tersekv.testing.bench import cases, data, decode, measure
+from tersekv.testing.bench.compile_ahead import compile_ahead
 from tersekv.testing.bench.engine import Limits
 
 LIMITS = Limits(copy=4e12, matmul=600e12)
@@ -47,6 +49,17 @@ def test_the_command_exits_with_1_on_red(monkeypatch, capsys):
     assert "RED: want error" in capsys.readouterr().out
 
 
+def test_cells_are_called_by_other_processes_before_they_are_timed(monkeypatch, capsys):
+    monkeypatch.setattr(Limits, "of", lambda device: LIMITS)
+    cell = ["--ops", "decode", "--formats", "bf16,fp8_e4m3", "--cells", "1x32", "--peers", "none"]
+    assert main.main(["bench", "--device", "cpu", "--jobs", "2", *cell]) == 0
+    _, _, told, *timed = capsys.readouterr().out.splitlines()
+    assert told == "called once, to compile: 2 of 2 cells"
+    assert sum(text.startswith("decode ") for text in timed) == 2
+    decodes = list(cases.grid(cases.sizes("cpu", True), ("decode",), ("bf16",)))
+    assert compile_ahead(decodes[:1], torch.device("cpu"), "gluon", 2) == 0, "none, where no backend takes it"
+
+
 @pytest.mark.parametrize(("argv", "why"), [
     (["--ops", "append", "--cells", "1x64"], "--cells 1x64: none of append has such cells"),
     (["--ops", "decode,mla_decode", "--cells", "64"], "--cells 64: none of decode, mla_decode has such cells"),
@@ -54,7 +67,7 @@ def test_the_command_exits_with_1_on_red(monkeypatch, capsys):
     (["--preset", "shapes", "--ops", "append", "--cells", "4"],
      "--preset shapes: want --device, --formats, --backend, --json and --report beside it, got --ops, --cells"),
     (["--random", "3", "--page-size", "16", "--cells", "4x4"],
-     "--random: want --device, --ops, --peers, --formats, --backend, --json and --report beside it, "
+     "--random: want --device, --ops, --peers, --jobs, --formats, --backend, --json and --report beside it, "
      "got --cells, --page-size"),
     (["--random", "3", "--preset", "shapes"], "--preset: want it without --random"),
     (["--seed", "3"], "--seed: want it beside --random"),

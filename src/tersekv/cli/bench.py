@@ -18,6 +18,7 @@ from ..testing.bench.apart import Apart
 from ..testing.bench.cases import OPS, PAIRS, Case, Sizes, grid, parsed, sizes, with_cells
 from ..testing.bench.cliffs import CLIFF, compared
 from ..testing.bench.cliffs import line as cliff_line
+from ..testing.bench.compile_ahead import compile_ahead
 from ..testing.bench.engine import FAILED, OK, RED, Limits, Result, bench
 from ..testing.bench.engine import run as time_one
 from ..testing.bench.report import advice, environment, line, notes, record, speed, summary
@@ -66,6 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers", type=names((*peers.LIBRARIES, "none")),
         help=f"comma-separated, of {', '.join(peers.LIBRARIES)}, none; default: those that are installed",
     )  # fmt: skip
+    parser.add_argument(
+        "--jobs", type=positive, metavar="N",
+        help="call every cell once before any is timed, in N processes that compile its kernels; default: kernels "
+        "compile one after the other",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="append every result to FILE, one JSON object a line")
     report.add_option(parser)
     parser.add_argument(
@@ -83,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--random", type=positive, metavar="N",
         help="N decodes that nobody listed, drawn by --seed, each beside the peers of its format, of e4m3 and of bf16; "
         "with --ops prefill N prefills, beside the peers of their format and of bf16. Takes --device, --ops, --peers, "
-        "--formats, --backend, --json and --report",
+        "--jobs, --formats, --backend, --json and --report",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, help="of --random; default: 0")
 
@@ -120,6 +126,9 @@ def run(args: argparse.Namespace) -> int:
     results: list[Result] = []
     with Interruption() as stop, ExitStack() as stack:
         out = stack.enter_context(open(args.json, "a")) if args.json else None
+        if args.jobs:
+            ran = compile_ahead(cases, device, args.backend, args.jobs)
+            say(f"called once, to compile: {ran} of {counted(len(cases), 'cell')}")
         for r in results_of(cases, device, libraries, args):
             show(r, limits, {**where, "backend": args.backend, **({"seed": args.seed} if args.random else {})}, out)
             results.append(r)
@@ -176,10 +185,10 @@ def idle_option(args: argparse.Namespace) -> str | None:
             "--precision": args.precision != ("exact",), "--batch-invariant": args.batch_invariant,
             "--plot": args.plot, "--quick": args.quick,
         }  # fmt: skip
-        of_preset = {"--ops": args.ops != OPS, "--peers": args.peers} if args.preset else {}
-        idle = [name for name, set_ in {**of_preset, **given}.items() if set_]
+        of_draw = {"--ops": args.ops != OPS, "--peers": args.peers, "--jobs": args.jobs}
+        idle = [name for name, set_ in {**(of_draw if args.preset else {}), **given}.items() if set_]
         mode = f"--preset {','.join(args.preset)}" if args.preset else "--random"
-        takes = ["--device", *([] if args.preset else ["--ops", "--peers"]), "--formats", "--backend", "--json"]
+        takes = ["--device", *([] if args.preset else [*of_draw]), "--formats", "--backend", "--json"]
         takes_pairs = not args.preset and "prefill" in drawn_ops(args)
         if not idle and not takes_pairs and set(args.formats or ()) & set(PAIRS):
             return f"{mode}: want formats of both, got {', '.join(args.formats)}"

@@ -9,5 +9,6 @@ decode.py, append.py, prefill.py, mla_prefill.py, mla_project.py, merge_states.p
 peers.py, flashinfer.py, flashmla.py    the same work by other libraries; compat.py: and by our functions of their names
 measure.py    clocks: CUDA graphs, wall, host; what the chip copies and multiplies
 engine.py     judge → time → peers, one Result per case
+compile_ahead.py    every cell called once by several processes, before any is timed
 report.py     lines, means, JSON; plot.py: the picture
 """
