@@ -40,7 +40,6 @@ TITLES = {
     "merge_states": "merge_states: two parts, 32 heads, D 128",
 }
 EVEN = 0.995  # a ratio to a peer from here on reads 1.00, and is no loss
-FAR_BEHIND = 0.85  # a cell that the page lists
 
 
 def load(folder: Path) -> list[Record]:
@@ -186,11 +185,11 @@ def drawn(folder: Path) -> str:
 
 
 def _drawn_cells(cells: list[Record]) -> Iterator[str]:
-    """Each cell that loses by far, the worst first."""
+    """Each cell that loses, the worst first."""
     beside = [(best[1] / r["us"], best, r) for r in cells if r["us"] is not None and (best := best_peer(r))]
     beside.sort(key=lambda x: x[0])
-    lost = [x for x in beside if x[0] < FAR_BEHIND]
-    yield f"Each cell below {FAR_BEHIND}; the JSON has all:\n"
+    lost = [x for x in beside if x[0] < EVEN]
+    yield "Each cell that loses; the JSON has all:\n"
     yield from table(
         ["cell", "µs", "best peer", "peer / tersekv"],
         ([f"{r['format']}, {drawn_cell(r)}", us(r["us"]), peer(best), f"{ratio:.2f}"] for ratio, best, r in lost),
