@@ -230,7 +230,9 @@ def _set(names: list[str], values: list[int | None], predicate: str | None, know
 
 
 def words(op: str) -> int:
-    """Registers that an instruction writes, or the most that it may."""
+    """Registers that an instruction writes, or the most that it may. A shift of 64 bits writes one half of them."""
+    if op.startswith(("SHF.", "USHF.")):
+        return 1
     return 4 if "128" in op else 2 if re.search(r"64|WIDE", op) else 1
 
 

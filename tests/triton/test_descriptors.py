@@ -42,3 +42,9 @@ def test_the_second_of_a_swap_may_be_read_before_it_is_written():
 def test_a_base_that_was_not_moved_is_told():
     lost = "R2UR UR52, R38 ;\nUIADD3 UR52, UP0, UR52, 0x40, URZ ;\nUIADD3.X UR53, UR53, 0x40000040, URZ, UP0 ;\n"
     assert faults(sass(lost + PRODUCT)) == ["HGMMA.64x64x16.F32.BF16 at 0x30: UR53"]
+
+
+def test_a_shift_of_64_bits_writes_one_register():
+    upper = "IMAD.MOV.U32 R39, RZ, RZ, 0x40000040 ;\n{} R38, R38, 0x6, RZ ;\nR2UR UR53, R39 ;\n"
+    assert faults(sass(upper.format("SHF.R.U64") + PRODUCT)) == []
+    assert len(faults(sass(upper.format("IMAD.WIDE.U32") + PRODUCT))) == 1
