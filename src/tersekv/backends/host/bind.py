@@ -130,6 +130,10 @@ class KernelLaunch:
         """Returns the same launch with these arguments replaced."""
         return KernelLaunch(self.launch.fn, self.grid, self.arguments | arguments, **self.launch.options)
 
+    def with_grid(self, *grid: int) -> KernelLaunch:
+        """Returns the same launch with another grid."""
+        return KernelLaunch(self.launch.fn, grid, self.arguments, **self.launch.options)
+
     def tensor_names(self) -> set[str]:
         """Returns the names of all tensor arguments, present or None."""
         return {x.name for x in self._arguments if isinstance(x, (TensorArg, TensorMapArg))}

@@ -39,12 +39,13 @@ from ..parts.kv_cache_args import (
     window_sinks_softcap_and_scale_constants,
 )
 from .config import TileConfig, choose_tile_config, choose_tile_config_of_listed_blocks
+from .k2q_args import k2q_launches, keys_of_partial
 from .kernels import combine_in_order_kernel, prefill_kernel
 from .listed_blocks_args import (
     MAX_CACHED_BYTES,
     has_shared_blocks,
     listed_blocks_args,
-    listed_blocks_launch,
+    listed_blocks_launches,
     listed_blocks_slices,
     padded_tokens,
 )
@@ -106,6 +107,9 @@ class Constants(KernelConfig):
     PARTIAL_ROWS: int = 0  # of a partial result
     LISTED_BLOCK: int = 0  # keys of a block that rows list; 0: they list none, and see all keys before them
     LISTED_TOKENS: int = 0  # that an m_block may have rows of, padded
+    K2Q_LENGTH: int = 0  # entries of a list, where few rows' blocks are left to `k2q`
+    K2Q_PARTIALS: int = 0  # of a listed block; 0: none is left
+    K2Q_GROUP_PAD: int = 0  # rows of a partial result
 
 
 class Config(NamedTuple):
@@ -119,7 +123,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def prefers_decode(f: SimpleNamespace) -> bool:
     """Returns whether the query rows are too few to fill a GPU: decode's kernels split keys."""
-    if f.indices is not None and not has_shared_blocks(f):
+    if f.indices is not None and not (keys_of_partial(f) or has_shared_blocks(f)):
         return True
     return _num_m_blocks(f, _tile_config(f)) * f.k_cache.shape[2] < launch.num_sms(f)
 
@@ -157,17 +161,27 @@ def configure(f: SimpleNamespace) -> Config:
     }  # fmt: skip
     num_programs = _num_m_blocks(f, t) * f.k_cache.shape[2]
     arguments |= listed_blocks_args(f, cfg.LISTED_TOKENS)
+    arguments |= {
+        "K2Q_NUM_PAIRS": None,
+        "K2Q_PLACES": None,
+        "K2Q_STATES": None,
+        "K2Q_ACCS": None,
+        "max_pairs": 0,
+        "first_tile": None,
+    }
     if f.prefill_invariant:
         return Config(cfg, _fixed_split_launches(f, cfg, num_programs, arguments, t))
     arguments["SPLIT_WORKSPACE"] = None
     prefill = KernelLaunch(prefill_kernel, (num_programs,), arguments, num_warps=t.num_warps, num_stages=t.num_stages)
     if f.indices is None:
         return Config(cfg, LaunchSequence(prefill))
+    if cfg.K2Q_PARTIALS:
+        return Config(cfg, k2q_launches(f, cfg, num_programs // cfg.HEADS, prefill))
     slices = listed_blocks_slices(f, cfg.LISTED_TOKENS, num_programs)
     return Config(
         cfg,
         LaunchSequence(
-            listed_blocks_launch(f, cfg, num_programs), prefill, workspace=Workspace(0, slices, MAX_CACHED_BYTES)
+            *listed_blocks_launches(f, cfg, num_programs), prefill, workspace=Workspace(0, slices, MAX_CACHED_BYTES)
         ),
     )
 
@@ -209,6 +223,7 @@ def kernel_constants(f: SimpleNamespace, tile: TileConfig) -> Constants:
 
 def _shape_and_tile_constants(f: SimpleNamespace, tile: TileConfig) -> dict[str, Any]:
     page = f.k_cache.shape[1]
+    keys_of_k2q = 0 if f.indices is None else keys_of_partial(f)
     return {
         **head_dim_and_packed_width_constants(f),
         "HAS_NEW_KV": f.k is not None,
@@ -226,6 +241,9 @@ def _shape_and_tile_constants(f: SimpleNamespace, tile: TileConfig) -> dict[str,
         "SPLIT_KEYS": _SPLIT_KEYS if f.prefill_invariant else 0,
         "LISTED_BLOCK": 0 if f.indices is None else f.block_size,
         "LISTED_TOKENS": 0 if f.indices is None else padded_tokens(f, tile.block_m),
+        "K2Q_LENGTH": f.indices.shape[-1] if keys_of_k2q else 0,
+        "K2Q_PARTIALS": f.block_size // keys_of_k2q if keys_of_k2q else 0,
+        "K2Q_GROUP_PAD": launch.next_power_of_2(f.q.shape[1] // max(f.k_cache.shape[2], 1)) if keys_of_k2q else 0,
     }
 
 

@@ -6,7 +6,8 @@ the states of splits are combined in their order: by a program that attends to a
 `combine_in_order_kernel`, after programs of one split each (SPLIT_WORKSPACE). Both round the same.
 
 A row is a new token and a query head of the group (`tile_scheduler`). Programs of late m_blocks, which see most keys,
-start first. With lists of blocks of keys (LISTED_BLOCK > 0) a program attends to those that its rows list.
+start first. With lists of blocks of keys (LISTED_BLOCK > 0) a program attends to those that its rows list, all or those
+that `k2q` leaves.
 """
 
 import triton
@@ -16,12 +17,14 @@ from ..parts.combine import cast_output, compute_acc_scale_and_lse, load_device_
 from ..parts.dequant import INT4, dequant_tile_power_of_2_factor
 from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
 from ..parts.tile_scheduler import store_empty_output_of_padding_rows
+from .k2q import K2Q, combine_k2q_partials
 from .listed_blocks import ListedBlocks, listed_mainloop
 from .mainloop import (
     KeyRange,
     KVOperand,
     StridedRows,
     column_scales,
+    combine_two_splits,
     load_query_rows_as_fp32,
     mainloop,
     to_16bit_query_tiles_and_score_scale,
@@ -39,19 +42,6 @@ def visible_key_range_with_q_positions(key_begin, key_end, q_position_begin, q_p
     if cfg.WINDOW > 0:
         begin = tl.maximum(key_begin, q_position_begin - cfg.WINDOW + 1)
     return KeyRange(begin, tl.maximum(tl.minimum(key_end, q_position_end), begin), q_position_begin, q_position_end)
-
-
-@triton.jit
-def combine_two_splits(state_a, state_b):
-    """Returns the state (row_max, row_sum, acc_o) over the keys of both, in this order. Exact where one saw none."""
-    row_max = tl.maximum(state_a[0], state_b[0])
-    safe_max = tl.where(row_max == float("-inf"), 0.0, row_max)
-    scale_a, scale_b = tl.exp2(state_a[0] - safe_max), tl.exp2(state_b[0] - safe_max)
-    return (
-        row_max,
-        state_a[1] * scale_a + state_b[1] * scale_b,
-        state_a[2] * scale_a[:, None] + state_b[2] * scale_b[:, None],
-    )
 
 
 @triton.jit
@@ -117,7 +107,18 @@ def reorder_columns_and_unrotate_acc(acc_o, rotation, h, cfg: tl.constexpr):
     return unrotate_and_rescale_output((acc_o,), rotation, h, 1, cfg.DV)[0]
 
 
-@triton.jit(do_not_specialize=["PAGE_TABLE", "SEQ_LENS", "CU_SEQLENS_Q", "B", "T", "max_listed_blocks"])
+@triton.jit(
+    do_not_specialize=[
+        "PAGE_TABLE",
+        "SEQ_LENS",
+        "CU_SEQLENS_Q",
+        "B",
+        "T",
+        "first_tile",
+        "max_listed_blocks",
+        "max_pairs",
+    ]
+)
 def prefill_kernel(
     Q, K_NEW, V_NEW, K, V, K_SCALES, V_SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, K_SIGNS, V_SIGNS,
     K_CHANNEL_SCALES, V_CHANNEL_SCALES,
@@ -126,8 +127,8 @@ def prefill_kernel(
     stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h,
     stride_k_scales_p, stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h,
     stride_k_channel_scales_h, stride_v_channel_scales_h, stride_table_b, stride_out_t, stride_out_h, stride_lse_t,
-    stride_lse_h, SPLIT_WORKSPACE, LISTED_BLOCKS, LISTED_ENDS, LISTED_COUNTS, NUM_LISTED_BLOCKS, max_listed_blocks,
-    cfg: tl.constexpr,
+    stride_lse_h, SPLIT_WORKSPACE, LISTED_BLOCKS, LISTED_ENDS, LISTED_COUNTS, NUM_LISTED_BLOCKS, K2Q_NUM_PAIRS,
+    K2Q_PLACES, K2Q_STATES, K2Q_ACCS, max_pairs, first_tile, max_listed_blocks, cfg: tl.constexpr,
 ):  # fmt: skip
     """Attends one block of BLOCK_M query rows. See the module's docstring."""
     PACK: tl.constexpr = cfg.PACK
@@ -139,6 +140,9 @@ def prefill_kernel(
     # Tile scheduler: the KV head, request and rows of this program
     h = i_program % cfg.HEADS
     i_tile = (num_programs - 1 - i_program) // cfg.HEADS
+    i_list = i_tile * cfg.HEADS + h
+    if first_tile is not None:
+        i_tile += first_tile
     i_request, m_block = find_request_and_m_block_maybe_empty(CU_SEQLENS_Q, B, i_tile, cfg)
     q_begin = load_q_begin(CU_SEQLENS_Q, i_request, True)
     seqlen_q = (load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin).to(tl.int32)
@@ -196,9 +200,14 @@ def prefill_kernel(
             if cfg.LISTED_BLOCK > 0:
                 listed = ListedBlocks(LISTED_BLOCKS, LISTED_ENDS, LISTED_COUNTS, NUM_LISTED_BLOCKS, max_listed_blocks)
                 row_max, row_sum, acc_o = listed_mainloop(
-                    q, softmax_state, keys, values, p_page_ids, listed, i_tile * cfg.HEADS + h, o_i - token_begin,
-                    key_range, first_new_position + o_i, h, scale, softcap, cfg,
+                    q, softmax_state, keys, values, p_page_ids, listed, i_list, o_i - token_begin, key_range,
+                    first_new_position + o_i, h, scale, softcap, cfg,
                 )  # fmt: skip
+                if cfg.K2Q_PARTIALS > 0:
+                    row_max, row_sum, acc_o = combine_k2q_partials(
+                        (row_max, row_sum, acc_o), K2Q(K2Q_NUM_PAIRS, K2Q_PLACES, K2Q_STATES, K2Q_ACCS), i_list,
+                        o_i - token_begin, o_r % cfg.GROUP, max_pairs, cfg,
+                    )  # fmt: skip
             else:
                 row_max, row_sum, acc_o = mainloop(
                     q, softmax_state, keys, values, p_page_ids, key_range, first_new_position + o_i, h, scale, softcap,

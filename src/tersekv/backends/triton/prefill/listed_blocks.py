@@ -1,9 +1,10 @@
-"""Prefill over lists of blocks of keys (`indices` with `block_size`): an m_block attends once to each block that one of
-its tokens lists.
+"""Prefill over lists of blocks of keys (`indices` with `block_size`): an m_block attends once to each block that its
+tokens list.
 
-`list_blocks_of_m_blocks_kernel` writes the union of the lists of an m_block's tokens, and how many times each token
-lists each block; `listed_mainloop` attends to the union, and a row drops the scores of blocks that it does not list.
-Rows near each other list mostly the same blocks, so that K and V are loaded, and dequantized, once for all of them.
+`list_blocks_of_m_blocks_kernel` writes the union of the lists of an m_block's tokens, `count_listed_blocks_kernel`
+how many times each token lists each block; `listed_mainloop` attends to the union, and a row drops the scores of blocks
+that it does not list. Rows near each other list mostly the same blocks, so that K and V are loaded, and dequantized,
+once for all of them. Blocks that few of them list are left to `k2q`.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ class ListedBlocksConfig(KernelConfig):
     BLOCK_M: int
     BLOCK_B: int
     TOKENS: int  # that an m_block may have rows of, padded
-    BLOCK_IDS: int  # numbers of blocks that are looked for at a time
+    BINS: int  # blocks that are counted at a time
+    BLOCK_IDS: int  # listed blocks that are looked for at a time
     ENTRIES: int  # of a list that are compared at a time
+    MIN_ENTRIES: int  # of an m_block's lists that name a block for the m_block to attend to it
 
 
 class ListedBlocks(NamedTuple):
-    """What `list_blocks_of_m_blocks_kernel` stores: pointers, and the row length of the first three."""
+    """What the kernels before prefill's store: pointers, and the row length of the first three."""
 
     BLOCKS: Any
     ENDS: Any
@@ -43,64 +46,174 @@ class ListedBlocks(NamedTuple):
     max_blocks: Any
 
 
-@triton.jit(do_not_specialize=["SEQ_LENS", "CU_SEQLENS_Q", "B", "num_blocks", "max_listed_blocks"])
-def list_blocks_of_m_blocks_kernel(
-    INDICES, INDEX_LENS, SEQ_LENS, CU_SEQLENS_Q, LISTED_BLOCKS, LISTED_ENDS, LISTED_COUNTS, NUM_LISTED_BLOCKS, B,
-    num_blocks, max_listed_blocks, stride_list_t, stride_list_h, stride_list_n, cfg: tl.constexpr,
-):  # fmt: skip
-    """Stores the blocks that the tokens of an m_block list for KV head h, ascending.
+class MBlockLists(NamedTuple):
+    """The lists of an m_block's tokens for a KV head."""
 
-    LISTED_BLOCKS [m_blocks * HEADS, max_listed_blocks]; LISTED_ENDS: one past the last key that a token sees of each
-    LISTED_COUNTS [m_blocks * HEADS, max_listed_blocks, TOKENS]: how many times a token lists a block
-    NUM_LISTED_BLOCKS [m_blocks * HEADS, 2]: how many there are; how many come first that all tokens see in full
-    num_blocks: that a row of the page table has room for
-    """
-    # Tile scheduler: the KV head, request and tokens of this program
-    h, i_tile = tl.program_id(0) % cfg.HEADS, tl.program_id(0) // cfg.HEADS
+    i_request: Any
+    num_tokens: Any  # of the m_block; 0: it is empty
+    m_token: Any  # [TOKENS]
+    first_position: Any  # of the first token
+    num_entries: Any  # [TOKENS]
+    last_block: Any  # [TOKENS], that a token sees; -1: none
+    p_entries: Any  # [TOKENS]
+    stride_entry: Any
+    first_token: Any
+
+
+@triton.jit
+def load_lists_of_m_block(
+    INDICES, INDEX_LENS, SEQ_LENS, CU_SEQLENS_Q, B, i_tile, h, num_blocks, stride_list_t, stride_list_h, stride_list_n,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """Returns the MBlockLists of m_block i_tile."""
     i_request, m_block = find_request_and_m_block_maybe_empty(CU_SEQLENS_Q, B, i_tile, cfg)
     q_begin = load_q_begin(CU_SEQLENS_Q, i_request, True)
     seqlen_q = (load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin).to(tl.int32)
     row_begin = m_block * cfg.BLOCK_M
-    if row_begin < seqlen_q * cfg.GROUP:
-        o_i = row_begin // cfg.GROUP + tl.arange(0, cfg.TOKENS)
-        m_token = o_i < tl.minimum(tl.cdiv(row_begin + cfg.BLOCK_M, cfg.GROUP), seqlen_q)
-        tokens = q_begin + o_i
-        first_position = tl.load(SEQ_LENS + i_request).to(tl.int32) - seqlen_q + row_begin // cfg.GROUP
-        position = tl.where(m_token, first_position + tl.arange(0, cfg.TOKENS), -1)
-        num_entries = tl.full([cfg.TOKENS], cfg.LIST.LENGTH, tl.int64)
-        if cfg.LIST.HAS_LENS:
-            p_lens = INDEX_LENS + tokens * cfg.LIST.LENS_STRIDE + h * cfg.LIST.LENS_STRIDE_H
-            num_entries = tl.minimum(tl.load(p_lens, mask=m_token, other=0).to(tl.int64), num_entries)
-        p_entries = INDICES + tokens * stride_list_t + h.to(tl.int64) * stride_list_h
-        # Blocks after a token's own position are not visible to it.
-        last_block = tl.minimum(tl.where(position >= 0, position // cfg.LIST.BLOCK, -1), num_blocks - 1)
-        i_out = tl.program_id(0).to(tl.int64) * max_listed_blocks
-        count, num_unmasked = 0, 0
-        for begin in range(0, tl.max(last_block, 0) + 1, cfg.BLOCK_IDS):
-            ids = begin + tl.arange(0, cfg.BLOCK_IDS)
-            # How many times each token lists each of these blocks
-            counts = tl.full([cfg.BLOCK_IDS, cfg.TOKENS], 0, tl.int32)
-            for first_entry in range(0, cfg.LIST.LENGTH, cfg.ENTRIES):
-                o_e = first_entry + tl.arange(0, cfg.ENTRIES)
-                m_entry = m_token[:, None] & (o_e[None, :] < num_entries[:, None])
-                p_entry = p_entries[:, None] + o_e.to(tl.int64)[None, :] * stride_list_n
-                entry = tl.load(p_entry, mask=m_entry, other=0).to(tl.int64)
-                is_visible = m_entry & (entry >= 0) & (entry <= last_block[:, None])
-                entry = tl.where(is_visible, entry, -1).to(tl.int32)
-                counts += tl.sum((entry[None, :, :] == ids[:, None, None]).to(tl.int32), 2)
-            # Those that some token lists are stored side by side
-            listed = tl.sum(counts, 1) > 0
-            o_out = i_out + count + tl.cumsum(listed.to(tl.int32), 0) - 1
-            end = tl.max(tl.where(counts > 0, position[None, :] + 1, 0), 1)
-            tl.store(LISTED_BLOCKS + o_out, ids, mask=listed)
-            tl.store(LISTED_ENDS + o_out, tl.minimum(end, (ids + 1) * cfg.LIST.BLOCK), mask=listed)
-            p_counts = LISTED_COUNTS + o_out[:, None] * cfg.TOKENS + tl.arange(0, cfg.TOKENS)[None, :]
-            tl.store(p_counts, counts.to(tl.int16), mask=tl.broadcast_to(listed[:, None], counts.shape))
-            count += tl.sum(listed.to(tl.int32), 0)
-            is_unmasked = listed & ((ids + 1) * cfg.LIST.BLOCK <= first_position + 1)
-            num_unmasked += tl.sum(is_unmasked.to(tl.int32), 0)
-        tl.store(NUM_LISTED_BLOCKS + tl.program_id(0) * 2, count)
-        tl.store(NUM_LISTED_BLOCKS + tl.program_id(0) * 2 + 1, num_unmasked)
+    token_begin = row_begin // cfg.GROUP
+    token_end = tl.minimum(tl.cdiv(row_begin + cfg.BLOCK_M, cfg.GROUP), seqlen_q)
+    o_t = tl.arange(0, cfg.TOKENS)
+    tokens, m_token = q_begin + token_begin + o_t, token_begin + o_t < token_end
+    first_position = tl.load(SEQ_LENS + i_request).to(tl.int32) - seqlen_q + token_begin
+    position = tl.where(m_token, first_position + o_t, -1)
+    num_entries = tl.full([cfg.TOKENS], cfg.LIST.LENGTH, tl.int64)
+    if cfg.LIST.HAS_LENS:
+        p_lens = INDEX_LENS + tokens * cfg.LIST.LENS_STRIDE + h * cfg.LIST.LENS_STRIDE_H
+        num_entries = tl.minimum(tl.load(p_lens, mask=m_token, other=0).to(tl.int64), num_entries)
+    # Blocks after a token's own position are not visible to it.
+    last_block = tl.minimum(tl.where(position >= 0, position // cfg.LIST.BLOCK, -1), num_blocks - 1)
+    p_entries = INDICES + tokens * stride_list_t + h.to(tl.int64) * stride_list_h
+    num_tokens = tl.where(row_begin < seqlen_q * cfg.GROUP, token_end - token_begin, 0)
+    return MBlockLists(
+        i_request,
+        num_tokens,
+        m_token,
+        first_position,
+        num_entries,
+        last_block,
+        p_entries,
+        stride_list_n,
+        q_begin + token_begin,
+    )
+
+
+@triton.jit
+def load_visible_entries(lists: MBlockLists, first_entry, cfg: tl.constexpr):
+    """Loads the blocks [TOKENS, ENTRIES] of entries from first_entry on; -1 for those that a token does not see."""
+    o_e = first_entry + tl.arange(0, cfg.ENTRIES)
+    m_entry = lists.m_token[:, None] & (o_e[None, :] < lists.num_entries[:, None])
+    p_entry = lists.p_entries[:, None] + o_e.to(tl.int64)[None, :] * lists.stride_entry
+    entry = tl.load(p_entry, mask=m_entry, other=0).to(tl.int64)
+    is_visible = m_entry & (entry >= 0) & (entry <= lists.last_block[:, None])
+    return tl.where(is_visible, entry, -1).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=[
+    "SEQ_LENS", "CU_SEQLENS_Q", "B", "first_tile", "num_blocks", "max_listed_blocks", "num_counts",
+])  # fmt: skip
+def list_blocks_of_m_blocks_kernel(
+    INDICES, INDEX_LENS, SEQ_LENS, CU_SEQLENS_Q, LISTED_BLOCKS, NUM_LISTED_BLOCKS, SHARED_BLOCKS, K2Q_COUNTS, B,
+    first_tile, num_blocks, max_listed_blocks, num_counts, stride_list_t, stride_list_h, stride_list_n,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """Stores the blocks that stand at least MIN_ENTRIES times in the lists of an m_block's tokens for KV head h,
+    ascending.
+
+    LISTED_BLOCKS [m_blocks * HEADS, max_listed_blocks]
+    NUM_LISTED_BLOCKS [m_blocks * HEADS, 2]: how many there are; how many come first that all tokens see in full
+    SHARED_BLOCKS [m_blocks * HEADS, num_blocks]: whether a block is among them; None: not asked for
+    K2Q_COUNTS [num_counts]: set to 0
+    num_blocks: that a row of the page table has room for
+    """
+    i_program = tl.program_id(0)
+    if SHARED_BLOCKS is not None:
+        for i in range(0, tl.cdiv(num_counts, tl.num_programs(0) * cfg.BINS)):
+            o_count = (i * tl.num_programs(0) + i_program) * cfg.BINS + tl.arange(0, cfg.BINS)
+            tl.store(K2Q_COUNTS + o_count, o_count * 0, mask=o_count < num_counts)
+    # Tile scheduler: the KV head, request and tokens of this program
+    h, i_tile = i_program % cfg.HEADS, i_program // cfg.HEADS
+    if first_tile is not None:
+        i_tile += first_tile
+    lists = load_lists_of_m_block(
+        INDICES, INDEX_LENS, SEQ_LENS, CU_SEQLENS_Q, B, i_tile, h, num_blocks, stride_list_t, stride_list_h,
+        stride_list_n, cfg,
+    )  # fmt: skip
+    count, num_unmasked = 0, 0
+    p_out = LISTED_BLOCKS + i_program.to(tl.int64) * max_listed_blocks
+    for begin in range(0, tl.max(lists.last_block, 0) + 1, cfg.BINS):
+        # How often each of these blocks is listed
+        counts = tl.full([cfg.BINS], 0, tl.int32)
+        for first_entry in range(0, cfg.LIST.LENGTH, cfg.ENTRIES):
+            entry = tl.reshape(load_visible_entries(lists, first_entry, cfg), [cfg.TOKENS * cfg.ENTRIES])
+            counts += tl.histogram(entry - begin, cfg.BINS, mask=(entry >= begin) & (entry < begin + cfg.BINS))
+        # Those that are often enough are stored side by side
+        ids = begin + tl.arange(0, cfg.BINS)
+        listed = counts >= cfg.MIN_ENTRIES
+        if SHARED_BLOCKS is not None:
+            p_shared = SHARED_BLOCKS + i_program.to(tl.int64) * num_blocks + ids
+            tl.store(p_shared, listed.to(tl.int8), mask=ids < num_blocks)
+        tl.store(p_out + count + tl.cumsum(listed.to(tl.int32), 0) - 1, ids, mask=listed)
+        count += tl.sum(listed.to(tl.int32), 0)
+        is_unmasked = listed & ((ids + 1) * cfg.LIST.BLOCK <= lists.first_position + 1)
+        num_unmasked += tl.sum(is_unmasked.to(tl.int32), 0)
+    tl.store(NUM_LISTED_BLOCKS + i_program * 2, count)
+    tl.store(NUM_LISTED_BLOCKS + i_program * 2 + 1, num_unmasked)
+
+
+@triton.jit(do_not_specialize=["SEQ_LENS", "CU_SEQLENS_Q", "B", "first_tile", "num_blocks", "max_listed_blocks"])
+def count_listed_blocks_kernel(
+    INDICES, INDEX_LENS, SEQ_LENS, CU_SEQLENS_Q, LISTED_BLOCKS, LISTED_ENDS, LISTED_COUNTS, NUM_LISTED_BLOCKS,
+    SHARED_BLOCKS, K2Q_COUNTS, K2Q_SLOTS, K2Q_PLACES, K2Q_NUM_PAIRS, K2Q_FIRST_TOKENS, B, first_tile, num_blocks,
+    max_listed_blocks, stride_list_t, stride_list_h, stride_list_n, cfg: tl.constexpr,
+):  # fmt: skip
+    """Stores what m_blocks need to know of their listed blocks, and numbers the pairs of `k2q`: the other entries.
+
+    LISTED_ENDS [m_blocks * HEADS, max_listed_blocks]: one past the last key of a block that a token sees
+    LISTED_COUNTS [m_blocks * HEADS, max_listed_blocks, TOKENS]: how many times a token lists a block
+    K2Q_COUNTS [slots]: pairs of a slot
+    K2Q_NUM_PAIRS [m_blocks * HEADS, TOKENS]: pairs of a token, in the order of its entries
+    K2Q_SLOTS, K2Q_PLACES [m_blocks * HEADS, TOKENS, LENGTH]: a pair's slot, and its rank among those of the slot
+    K2Q_FIRST_TOKENS [m_blocks * HEADS]: the first token of an m_block
+    """
+    i_program = tl.program_id(0)
+    h, i_tile = i_program % cfg.HEADS, i_program // cfg.HEADS
+    if first_tile is not None:
+        i_tile += first_tile
+    lists = load_lists_of_m_block(
+        INDICES, INDEX_LENS, SEQ_LENS, CU_SEQLENS_Q, B, i_tile, h, num_blocks, stride_list_t, stride_list_h,
+        stride_list_n, cfg,
+    )  # fmt: skip
+    o_t = tl.arange(0, cfg.TOKENS)
+    position = tl.where(lists.m_token, lists.first_position + o_t, -1)
+    o_list = i_program.to(tl.int64) * max_listed_blocks
+    num_listed = tl.load(NUM_LISTED_BLOCKS + i_program * 2)
+    for begin in range(0, num_listed, cfg.BLOCK_IDS):
+        i_block = begin + tl.arange(0, cfg.BLOCK_IDS)
+        m_block_id = i_block < num_listed
+        ids = tl.load(LISTED_BLOCKS + o_list + i_block, mask=m_block_id, other=-2)
+        counts = tl.full([cfg.BLOCK_IDS, cfg.TOKENS], 0, tl.int32)
+        for first_entry in range(0, cfg.LIST.LENGTH, cfg.ENTRIES):
+            entry = load_visible_entries(lists, first_entry, cfg)
+            counts += tl.sum((entry[None, :, :] == ids[:, None, None]).to(tl.int32), 2)
+        end = tl.max(tl.where(counts > 0, position[None, :] + 1, 0), 1)
+        tl.store(LISTED_ENDS + o_list + i_block, tl.minimum(end, (ids + 1) * cfg.LIST.BLOCK), mask=m_block_id)
+        p_counts = LISTED_COUNTS + (o_list + i_block)[:, None] * cfg.TOKENS + o_t[None, :]
+        tl.store(p_counts, counts.to(tl.int16), mask=tl.broadcast_to(m_block_id[:, None], counts.shape))
+    if SHARED_BLOCKS is not None:
+        p_shared = SHARED_BLOCKS + i_program.to(tl.int64) * num_blocks
+        num_pairs = tl.full([cfg.TOKENS], 0, tl.int32)
+        o_pairs = (i_program.to(tl.int64) * cfg.TOKENS + o_t) * cfg.LIST.LENGTH
+        for first_entry in range(0, cfg.LIST.LENGTH, cfg.ENTRIES):
+            block = load_visible_entries(lists, first_entry, cfg)
+            is_pair = (block >= 0) & (tl.load(p_shared + block, mask=block >= 0, other=1) == 0)
+            slot = (h * B + lists.i_request) * num_blocks + block
+            rank = tl.atomic_add(K2Q_COUNTS + slot, 1, mask=is_pair, sem="relaxed")
+            o_pair = (o_pairs + num_pairs)[:, None] + tl.cumsum(is_pair.to(tl.int32), 1) - 1
+            tl.store(K2Q_SLOTS + o_pair, slot, mask=is_pair)
+            tl.store(K2Q_PLACES + o_pair, rank, mask=is_pair)
+            num_pairs += tl.sum(is_pair.to(tl.int32), 1)
+        tl.store(K2Q_NUM_PAIRS + i_program * cfg.TOKENS + o_t, num_pairs)
+        tl.store(K2Q_FIRST_TOKENS + i_program, lists.first_token.to(tl.int32))
 
 
 @triton.jit

@@ -77,14 +77,23 @@ def transpose_column_order(x, NUM_GROUPS: tl.constexpr, GROUP_COLUMNS: tl.conste
 
 
 @triton.jit
-def load_query_rows_as_fp32(Q, tokens, heads, m_row, stride_q_t, stride_q_h, cfg: tl.constexpr):
-    """Loads query rows [BLOCK_M, PACK * BLOCK_D] as fp32."""
+def load_query_rows(Q, tokens, heads, m_row, stride_q_t, stride_q_h, cfg: tl.constexpr):
+    """Loads query rows [BLOCK_M, PACK * BLOCK_D] as they are stored."""
     o_d = tl.arange(0, cfg.K.PACK * cfg.BLOCK_D)
     p_q = Q + (tokens * stride_q_t + heads * stride_q_h)[:, None] + o_d[None, :]
-    x = tl.load(p_q, mask=m_row[:, None] & (o_d < cfg.D)[None, :], other=0.0)
+    return tl.load(p_q, mask=m_row[:, None] & (o_d < cfg.D)[None, :], other=0.0)
+
+
+@triton.jit
+def query_rows_to_fp32(x, cfg: tl.constexpr):
     if cfg.Q_AS_BYTES:
         x = e4m3_bytes_to_fp16(x)
     return x.to(tl.float32)
+
+
+@triton.jit
+def load_query_rows_as_fp32(Q, tokens, heads, m_row, stride_q_t, stride_q_h, cfg: tl.constexpr):
+    return query_rows_to_fp32(load_query_rows(Q, tokens, heads, m_row, stride_q_t, stride_q_h, cfg), cfg)
 
 
 @triton.jit
@@ -225,6 +234,53 @@ def compute_scores(q, keys, score_scale, k_scales, softcap, IS_NEW_KV: tl.conste
 
 
 @triton.jit
+def mask_and_exponentiate_scores(s, row_max, row_sum, v_scales, o_n, valid, q_position, MASKED: tl.constexpr,
+                                 IS_NEW_KV: tl.constexpr, cfg: tl.constexpr, row_counts=None):  # fmt: skip
+    """Returns (P, row_max, row_sum, rescale) after scores [BLOCK_M, BLOCK_N] in units of log2 of keys o_n.
+
+    rescale: that of what was summed before; row_counts: how many times the keys count in each row; None: once
+    """
+    if cfg.TOKEN_SCALES and not IS_NEW_KV:
+        # V's scale joins the exponent, so that the P that multiplies codes lies in (0, 1].
+        safe_v_scales = tl.maximum(v_scales[0], 1e-30)
+        log2_v_scales, inv_v_scales = approx_log2_and_reciprocal(safe_v_scales, cfg)
+        s += log2_v_scales[None, :]
+    # Mask
+    if MASKED:
+        visible = valid[None, :] & (o_n[None, :] <= q_position[:, None])
+        if cfg.WINDOW > 0:
+            visible = visible & (o_n[None, :] > q_position[:, None] - cfg.WINDOW)
+        s = tl.where(visible, s, float("-inf"))
+    if row_counts is not None:
+        s = tl.where(row_counts[:, None] > 0, s + tl.log2(tl.maximum(row_counts, 1.0))[:, None], float("-inf"))
+    # Online softmax
+    row_max_new = tl.maximum(row_max, tl.max(s, 1))
+    safe_max = row_max_new
+    if MASKED or row_counts is not None:
+        safe_max = tl.where(row_max_new == float("-inf"), 0.0, row_max_new)  # a row may have no visible key yet
+    p = tl.exp2(s - safe_max[:, None])
+    rescale = tl.exp2(row_max - safe_max)
+    if cfg.TOKEN_SCALES and not IS_NEW_KV:
+        row_sum = row_sum * rescale + tl.sum(p * inv_v_scales[None, :], 1)
+    else:
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+    return p, row_max_new, row_sum, rescale
+
+
+@triton.jit
+def combine_two_splits(state_a, state_b):
+    """Returns the state (row_max, row_sum, acc_o) over the keys of both, in this order. Exact where one saw none."""
+    row_max = tl.maximum(state_a[0], state_b[0])
+    safe_max = tl.where(row_max == float("-inf"), 0.0, row_max)
+    scale_a, scale_b = tl.exp2(state_a[0] - safe_max), tl.exp2(state_b[0] - safe_max)
+    return (
+        row_max,
+        state_a[1] * scale_a + state_b[1] * scale_b,
+        state_a[2] * scale_a[:, None] + state_b[2] * scale_b[:, None],
+    )
+
+
+@triton.jit
 def attend_kv_block(q, softmax_state, K: KVOperand, V: KVOperand, page_ids, n_block, key_range: KeyRange, q_position, h,
                     score_scale, softcap, MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr, cfg: tl.constexpr,
                     row_counts=None):  # fmt: skip
@@ -251,37 +307,16 @@ def attend_kv_block(q, softmax_state, K: KVOperand, V: KVOperand, page_ids, n_bl
         q, dequant_kv_block_except_token_scales(packed, k_scales, cfg.BLOCK_D, IS_NEW_KV, K_FORMAT), score_scale,
         k_scales, softcap, IS_NEW_KV, cfg,
     )  # fmt: skip
-    if cfg.TOKEN_SCALES and not IS_NEW_KV:
-        # V's scale joins the exponent, so that the P that multiplies codes lies in (0, 1].
-        safe_v_scales = tl.maximum(v_scales[0], 1e-30)
-        log2_v_scales, inv_v_scales = approx_log2_and_reciprocal(safe_v_scales, cfg)
-        s += log2_v_scales[None, :]
-    # Mask
-    if MASKED:
-        visible = valid[None, :] & (o_n[None, :] <= q_position[:, None])
-        if cfg.WINDOW > 0:
-            visible = visible & (o_n[None, :] > q_position[:, None] - cfg.WINDOW)
-        s = tl.where(visible, s, float("-inf"))
-    if row_counts is not None:
-        s = tl.where(row_counts[:, None] > 0, s + tl.log2(tl.maximum(row_counts, 1.0))[:, None], float("-inf"))
-    # Online softmax
-    row_max_new = tl.maximum(row_max, tl.max(s, 1))
-    safe_max = row_max_new
-    if MASKED or row_counts is not None:
-        safe_max = tl.where(row_max_new == float("-inf"), 0.0, row_max_new)  # a row may have no visible key yet
-    p = tl.exp2(s - safe_max[:, None])
-    rescale = tl.exp2(row_max - safe_max)
-    if cfg.TOKEN_SCALES and not IS_NEW_KV:
-        row_sum = row_sum * rescale + tl.sum(p * inv_v_scales[None, :], 1)
-    else:
-        row_sum = row_sum * rescale + tl.sum(p, 1)
+    p, row_max, row_sum, rescale = mask_and_exponentiate_scores(
+        s, row_max, row_sum, v_scales, o_n, valid, q_position, MASKED, IS_NEW_KV, cfg, row_counts
+    )
     # PV
     packed = load_kv_block(
         V.codes, page_ids, n_block, valid, h, V_TILES_PER_ROW * cfg.BLOCK_DV, V_TILES_PER_ROW * cfg.PACKED_V, MASKED,
         IS_NEW_KV, cfg.STRIDE_UNIT, cfg,
     )  # fmt: skip
     values = dequant_kv_block_except_token_scales(packed, v_scales, cfg.BLOCK_DV, IS_NEW_KV, cfg)
-    return row_max_new, row_sum, tl.dot(p.to(values.dtype), values, acc=acc_o * rescale[:, None])
+    return row_max, row_sum, tl.dot(p.to(values.dtype), values, acc=acc_o * rescale[:, None])
 
 
 @triton.jit
