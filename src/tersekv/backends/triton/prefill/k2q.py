@@ -67,18 +67,24 @@ class K2Q(NamedTuple):
 
 @triton.jit(do_not_specialize=["num_slots"])
 def schedule_k2q_kernel(K2Q_COUNTS, K2Q_BEGINS, K2Q_WORK_TILES, num_slots, cfg: tl.constexpr):
-    """Stores where the pairs of each slot begin, and work tiles: their slot, and which of the slot's they are."""
+    """Stores where the pairs of each slot begin, and work tiles.
+
+    K2Q_WORK_TILES [work tiles, 4]: slot, partial result of its block, place of the first pair, pairs
+    """
     o_slot = tl.program_id(0) * cfg.BLOCK + tl.arange(0, cfg.BLOCK)
     count = tl.load(K2Q_COUNTS + o_slot, mask=o_slot < num_slots, other=0)
     num_tiles = tl.cdiv(count, cfg.PAIRS) * cfg.PARTIALS
     p_counters = K2Q_COUNTS + num_slots
-    begin = tl.atomic_add(p_counters + NUM_PLACES, tl.sum(count, 0), sem="relaxed")
-    tl.store(K2Q_BEGINS + o_slot, begin + tl.cumsum(count, 0) - count, mask=o_slot < num_slots)
+    begin = tl.atomic_add(p_counters + NUM_PLACES, tl.sum(count, 0), sem="relaxed") + tl.cumsum(count, 0) - count
+    tl.store(K2Q_BEGINS + o_slot, begin, mask=o_slot < num_slots)
     first_tile = tl.atomic_add(p_counters + NUM_WORK_TILES, tl.sum(num_tiles, 0), sem="relaxed")
-    o_tile = first_tile + tl.cumsum(num_tiles, 0) - num_tiles
+    p_tiles = K2Q_WORK_TILES + 4 * (first_tile + tl.cumsum(num_tiles, 0) - num_tiles)
     for i in range(0, tl.max(num_tiles, 0)):
-        tl.store(K2Q_WORK_TILES + 2 * (o_tile + i), o_slot, mask=i < num_tiles)
-        tl.store(K2Q_WORK_TILES + 2 * (o_tile + i) + 1, i + o_slot * 0, mask=i < num_tiles)
+        is_tile, first_pair = i < num_tiles, i // cfg.PARTIALS * cfg.PAIRS
+        tl.store(p_tiles + 4 * i, o_slot, mask=is_tile)
+        tl.store(p_tiles + 4 * i + 1, i % cfg.PARTIALS + o_slot * 0, mask=is_tile)
+        tl.store(p_tiles + 4 * i + 2, begin + first_pair, mask=is_tile)
+        tl.store(p_tiles + 4 * i + 3, tl.minimum(count - first_pair, cfg.PAIRS), mask=is_tile)
 
 
 @triton.jit(do_not_specialize=["max_pairs"])
@@ -129,23 +135,26 @@ def k2q_attention_kernel(
     p_counters = K2Q_COUNTS + num_slots
     num_work_tiles = tl.load(p_counters + NUM_WORK_TILES)
     i_work_tile = tl.atomic_add(p_counters + NEXT_WORK_TILE, 1, sem="relaxed")
+    slot, i_partial, place, num_pairs = load_work_tile(K2Q_WORK_TILES, i_work_tile, num_work_tiles)
     while i_work_tile < num_work_tiles:
-        # Tile scheduler: the KV head, request, keys and pairs of this work tile
-        slot, i_of_slot = tl.load(K2Q_WORK_TILES + 2 * i_work_tile), tl.load(K2Q_WORK_TILES + 2 * i_work_tile + 1)
         i_work_tile = tl.atomic_add(p_counters + NEXT_WORK_TILE, 1, sem="relaxed")
+        # Tile scheduler: the KV head, request and keys of this work tile
         h, i_request = slot // num_blocks // B, slot // num_blocks % B
-        i_partial, n_block = i_of_slot % k2q.PARTIALS, slot % num_blocks * k2q.PARTIALS + i_of_slot % k2q.PARTIALS
-        pair_begin = i_of_slot // k2q.PARTIALS * k2q.PAIRS
-        num_pairs = tl.minimum(tl.load(K2Q_COUNTS + slot) - pair_begin, k2q.PAIRS)
-        place = tl.load(K2Q_BEGINS + slot) + pair_begin
-        p_tokens = K2Q_TOKENS + place
-        q_end = load_q_begin(CU_SEQLENS_Q, i_request + 1, True)
+        n_block = slot % num_blocks * k2q.PARTIALS + i_partial
+        q_begin = load_q_begin(CU_SEQLENS_Q, i_request, True).to(tl.int32)
+        q_end = load_q_begin(CU_SEQLENS_Q, i_request + 1, True).to(tl.int32)
         num_keys = tl.load(SEQ_LENS + i_request).to(tl.int32)
-        position_of_token_0 = num_keys - q_end.to(tl.int32)
-        # Keys and values up to the last that a pair sees, dequantized once for all pairs
-        o_pair = tl.arange(0, k2q.PAIRS)
-        tokens = tl.load(p_tokens + o_pair, mask=o_pair < num_pairs, other=-1)
-        key_end = tl.minimum(position_of_token_0 + tl.max(tokens, 0) + 1, num_keys)
+        position_of_token_0, p_tokens = num_keys - q_end, K2Q_TOKENS + place
+        # Keys up to the last that a pair sees; if all pairs see all of them, nothing is masked.
+        last_key, key_end = (n_block + 1) * cfg.BLOCK_N - 1, num_keys
+        is_masked = position_of_token_0 + q_begin < last_key
+        if is_masked:
+            o_pair = tl.arange(0, k2q.PAIRS)
+            tokens = tl.load(p_tokens + o_pair, mask=o_pair < num_pairs, other=-1)
+            key_end = tl.minimum(position_of_token_0 + tl.max(tokens, 0) + 1, num_keys)
+            first_token = tl.min(tl.where(o_pair < num_pairs, tokens, q_end), 0)
+            is_masked = position_of_token_0 + first_token < last_key
+        # Keys and values, dequantized once for all pairs
         o_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
         valid = o_n < key_end
         p_page_ids = PAGE_TABLE + i_request.to(tl.int64) * stride_table_b
@@ -162,17 +171,26 @@ def k2q_attention_kernel(
         p_q = Q + h.to(tl.int64) * cfg.GROUP * stride_q_h
         i_row = (i_partial.to(tl.int64) * max_pairs + place) * k2q.GROUP_PAD
         p_states, p_accs = K2Q_STATES + 2 * i_row, K2Q_ACCS + i_row * (cfg.PACK * cfg.BLOCK_DV)
-        first_token = tl.min(tl.where(o_pair < num_pairs, tokens, 0x7FFFFFFF), 0)
-        if position_of_token_0 + first_token >= (n_block + 1) * cfg.BLOCK_N - 1:
+        of_pairs = num_pairs
+        slot, i_partial, place, num_pairs = load_work_tile(K2Q_WORK_TILES, i_work_tile, num_work_tiles)
+        if not is_masked:
             attend_pairs(
-                p_q, keys, values, k_scales, v_scales, o_n, valid, p_tokens, num_pairs, position_of_token_0, stride_q_t,
+                p_q, keys, values, k_scales, v_scales, o_n, valid, p_tokens, of_pairs, position_of_token_0, stride_q_t,
                 stride_q_h, rotation, h, scale, softcap, p_states, p_accs, False, cfg, k2q,
             )  # fmt: skip
         else:
             attend_pairs(
-                p_q, keys, values, k_scales, v_scales, o_n, valid, p_tokens, num_pairs, position_of_token_0, stride_q_t,
+                p_q, keys, values, k_scales, v_scales, o_n, valid, p_tokens, of_pairs, position_of_token_0, stride_q_t,
                 stride_q_h, rotation, h, scale, softcap, p_states, p_accs, True, cfg, k2q,
             )  # fmt: skip
+
+
+@triton.jit
+def load_work_tile(K2Q_WORK_TILES, i_work_tile, num_work_tiles):
+    """Returns slot, partial result of its block, place of the first pair and pairs of a work tile; 0 past the last."""
+    p_tile, is_tile = K2Q_WORK_TILES + 4 * i_work_tile, i_work_tile < num_work_tiles
+    slot, i_partial = tl.load(p_tile, mask=is_tile, other=0), tl.load(p_tile + 1, mask=is_tile, other=0)
+    return slot, i_partial, tl.load(p_tile + 2, mask=is_tile, other=0), tl.load(p_tile + 3, mask=is_tile, other=0)
 
 
 @triton.jit

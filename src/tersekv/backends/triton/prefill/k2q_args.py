@@ -116,7 +116,7 @@ def _slices(f: SimpleNamespace, cfg: Any, programs: int) -> dict[str, tuple[tupl
         "SHARED_BLOCKS": ((programs, num_blocks(f)), torch.int8), "K2Q_COUNTS": ((slots + COUNTERS,), torch.int32),
         "K2Q_SLOTS": ((pairs,), torch.int32), "K2Q_PLACES": ((pairs,), torch.int32),
         "K2Q_NUM_PAIRS": ((programs, cfg.LISTED_TOKENS), torch.int32), "K2Q_FIRST_TOKENS": ((programs,), torch.int32),
-        "K2Q_BEGINS": ((slots,), torch.int32), "K2Q_WORK_TILES": ((cfg.K2Q_PARTIALS * work_tiles, 2), torch.int32),
+        "K2Q_BEGINS": ((slots,), torch.int32), "K2Q_WORK_TILES": ((cfg.K2Q_PARTIALS * work_tiles, 4), torch.int32),
         "K2Q_TOKENS": ((pairs,), torch.int32), "K2Q_STATES": ((rows, 2), torch.float32),
         "K2Q_ACCS": ((rows, cfg.PACK * cfg.BLOCK_DV), torch.float16),
     }  # fmt: skip
