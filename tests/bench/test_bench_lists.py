@@ -162,3 +162,13 @@ def test_the_command_takes_both_kinds_of_cells(tmp_path, monkeypatch, capsys):
         "sparse", "sparse_prefill", "decode", "block_decode", "block_decode", "block_prefill", "block_prefill"
     ]  # fmt: skip
     assert all(c.heads * c.tokens <= 1 << 17 for c in grid(CPU_QUICK, ("sparse", "block_sparse")))
+
+
+def test_copies_of_long_caches_fit_a_gpu(monkeypatch):
+    """A list reads 2 MB of a cache of a million tokens: as many copies as half of the free memory holds."""
+    monkeypatch.setattr(data, "ROTATE", {"cuda": 4e8})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 << 30, 140 << 30))
+    gpu = torch.device("cuda")
+    assert data.rotations(gpu, 2 << 20) == 128
+    assert data.rotations(gpu, 2 << 20, held=1 << 30) == 50
+    assert data.rotations(gpu, 2 << 20, held=200 << 30) == 1

@@ -15,6 +15,7 @@ from tersekv.backends.triton.prefill import k2q_args
 from tersekv.dispatch import plan
 from tersekv.testing import verify
 from tersekv.testing.cases import Case
+from tersekv.testing.compare import relative
 from tersekv.testing.make import make
 
 BASE = Case(
@@ -55,6 +56,8 @@ def test_case(case):
 def test_rows_in_turns(case, monkeypatch):
     monkeypatch.setattr(k2q_args, "_MAX_BYTES", 300_000)
     monkeypatch.setattr(k2q_args, "_MIN_TOKENS", 1)
+    monkeypatch.setattr(k2q_args, "_PAIRS", 16)  # several work tiles of a slot
+    monkeypatch.setattr(k2q_args, "_BLOCK", 64)  # several programs
     config = attention.configure(plan.facts("prefill", make(case)))
     assert len(config.launches.kernel_launches) > 6
     result = verify.run(case, "cpu", "triton")
@@ -80,6 +83,45 @@ def test_the_order_of_pairs_moves_no_bit(monkeypatch):
     assert not torch.equal(call.out, wanted)
 
 
+@pytest.mark.parametrize("past", [{"lens": (0,), "q_lens": (0,)}, {"lens": (), "q_lens": ()}], ids=["no pages", "none"])
+def test_nothing_to_attend_to(past):
+    """No page in the table or no request, but rows of padding: their output is 0."""
+    call = make(replace(BASE, lens=(90,), q_lens=(90,)))
+    requests = len(past["lens"])
+    call = call._replace(
+        page_table=call.page_table[:requests, :0].contiguous(), seq_lens=call.seq_lens[:requests] * 0,
+        cu_seqlens_q=call.cu_seqlens_q[: requests + 1] * 0,
+    )  # fmt: skip
+    call.out.fill_(torch.nan)
+    attention.run(call, attention.configure(plan.facts("prefill", call)))
+    assert not call.out.any()
+
+
+@pytest.mark.parametrize("fmt", ["int8_per_token_head", "int4_per_token_head", "fp8_per_token_head"])
+def test_blocks_of_zeros_with_scales_of_zero(fmt, monkeypatch):
+    monkeypatch.setattr(k2q_args, "_SHARED", 10.0)
+    call = make(replace(BASE, format=fmt, lens=(500,), q_lens=(120,), ragged=False))
+    for x in (call.v_cache, call.v_scale_cache):
+        x.view(torch.uint8)[call.page_table[0, :4].long()] = 0
+    attention.run(call, attention.configure(plan.facts("prefill", call)))
+    assert call.out.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [float("inf"), 1e6, 1e7, 1e36])
+def test_one_large_column_leaves_the_others_as_they_are(value, monkeypatch):
+    """An inf of one key, or a column of large values."""
+    monkeypatch.setattr(k2q_args, "_SHARED", 10.0)
+    calls = [make(replace(BASE, lens=(500,), q_lens=(120,), ragged=False)) for _ in range(2)]
+    page = calls[0].page_table[0, 0].long()
+    calls[0].v_cache[(page, 3) if value == float("inf") else (...,)][..., 5] = value
+    for call in calls:
+        attention.run(call, attention.configure(plan.facts("prefill", call)))
+    others = torch.arange(32) != 5
+    if value != 1e36:  # fp16 holds nothing beside it
+        assert relative(calls[0].out[..., others].double(), calls[1].out[..., others].double()) < 3e-3
+    assert (calls[0].out[..., 5].isinf() == ((calls[0].indices == 0).any(-1) & (value == float("inf")))).all()
+
+
 def test_a_nan_reaches_the_rows_alone_that_list_its_block(monkeypatch):
     monkeypatch.setattr(k2q_args, "_SHARED", 10.0)
     call = make(replace(BASE, lens=(500,), q_lens=(120,), ragged=False))
@@ -89,7 +131,7 @@ def test_a_nan_reaches_the_rows_alone_that_list_its_block(monkeypatch):
 
 
 @pytest.mark.parametrize("changed", [
-    {"block_size": 48}, {"block_size": 32}, {"dim": 512, "block_size": 64}, {"group": 80, "heads": 1},
+    {"group": 18}, {"block_size": 48}, {"block_size": 32}, {"dim": 512, "block_size": 64}, {"group": 80, "heads": 1},
     {"lens": (150, 9), "q_lens": (15, 5)}, {"listed": 0}, {"lens": (40_000,), "q_lens": (64,)},
 ], ids=str)  # fmt: skip
 def test_not_of_short_blocks_wide_heads_large_groups_or_few_rows(changed):

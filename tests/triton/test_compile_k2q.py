@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -59,3 +60,12 @@ def test_on_every_chip(arch, fmt):
 ], ids=str)  # fmt: skip
 def test_other_shapes(changed, arch):
     compiled(replace(BASE, **changed), arch)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3", "int8_per_token_head"])
+def test_with_and_without_a_mask_as_many_multiply_adds_are_fused(fmt):
+    """Of the work tiles of a block some may be masked, by the order of atomics: rows have the same bits in both."""
+    ptx = compiled(replace(BASE, format=fmt), 90)["k2q_attention_kernel"]["ptx"]
+    products = [m.start() for m in re.finditer(r"wgmma\.mma_async", ptx)]
+    of_loop = [ptx[products[8 * i + 7] : products[8 * i + 8]].count("fma.rn.f32") for i in (0, 2)]
+    assert of_loop[0] == of_loop[1]

@@ -45,8 +45,11 @@ class Rival(NamedTuple):
     limit: float | None = None  # largest error that is right; None: the problem's own for peers
 
 
-def rotations(device: torch.device, nbytes: float, most: int = 128) -> int:
-    """Copies of `nbytes` that exceed the chip's caches."""
+def rotations(device: torch.device, nbytes: float, most: int = 128, held: int = 0) -> int:
+    """Copies that exceed the chip's caches, where a call reads `nbytes` of each. held: bytes of each; half of a GPU's
+    free memory holds all."""
+    if held and device.type == "cuda":
+        most = min(most, max(1, torch.cuda.mem_get_info(device)[0] // 2 // held))
     return min(most, max(1, math.ceil(ROTATE["cpu" if device.type == "cpu" else "cuda"] / max(nbytes, 1))))
 
 

@@ -30,7 +30,8 @@ class Paged:
         self.case = case
         lens = data.lengths(case)
         used = -(-lens // case.page)
-        copies = data.rotations(device, read or int(used.sum()) * case.page * bytes_per_token)
+        held = int(used.sum()) * case.page * bytes_per_token
+        copies = data.rotations(device, read or held, held=held)
         self.host_lens, self.lens = lens, lens.to(device)
         self.tables = data.page_tables(used, copies, device)
         self.num_pages = copies * int(used.sum())

@@ -43,6 +43,7 @@ from .k2q_args import k2q_launches, keys_of_partial
 from .kernels import combine_in_order_kernel, prefill_kernel
 from .listed_blocks_args import (
     MAX_CACHED_BYTES,
+    group_of,
     has_shared_blocks,
     listed_blocks_args,
     listed_blocks_launches,
@@ -133,13 +134,13 @@ def _tile_config(f: SimpleNamespace) -> TileConfig:
         return choose_tile_config_of_listed_blocks(f, *pair_of(f))
     rows = _BATCH_INVARIANT_ROWS
     if f.prefill_invariant:
-        rows = max(1, _PREFILL_INVARIANT_ROWS // (f.q.shape[1] // max(f.k_cache.shape[2], 1)))
+        rows = max(1, _PREFILL_INVARIANT_ROWS // (group_of(f)))
     return choose_tile_config(facts_for_kernel_choice(f, rows), *pair_of(f))
 
 
 def _num_m_blocks(f: SimpleNamespace, t: TileConfig) -> int:
     """Returns a bound on the M blocks of all requests, for a KV head."""
-    return f.q.shape[0] * (f.q.shape[1] // max(f.k_cache.shape[2], 1)) // t.block_m + f.seq_lens.shape[0]
+    return f.q.shape[0] * (group_of(f)) // t.block_m + f.seq_lens.shape[0]
 
 
 def configure(f: SimpleNamespace) -> Config:
@@ -228,7 +229,7 @@ def _shape_and_tile_constants(f: SimpleNamespace, tile: TileConfig) -> dict[str,
         **head_dim_and_packed_width_constants(f),
         "HAS_NEW_KV": f.k is not None,
         "HEADS": f.k_cache.shape[2],
-        "GROUP": f.q.shape[1] // max(f.k_cache.shape[2], 1),
+        "GROUP": group_of(f),
         "PAGE": page,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -243,7 +244,7 @@ def _shape_and_tile_constants(f: SimpleNamespace, tile: TileConfig) -> dict[str,
         "LISTED_TOKENS": 0 if f.indices is None else padded_tokens(f, tile.block_m),
         "K2Q_LENGTH": f.indices.shape[-1] if keys_of_k2q else 0,
         "K2Q_PARTIALS": f.block_size // keys_of_k2q if keys_of_k2q else 0,
-        "K2Q_GROUP_PAD": launch.next_power_of_2(f.q.shape[1] // max(f.k_cache.shape[2], 1)) if keys_of_k2q else 0,
+        "K2Q_GROUP_PAD": launch.next_power_of_2(group_of(f)) if keys_of_k2q else 0,
     }
 
 

@@ -10,7 +10,8 @@ is a token's entry; its slot is that of the KV head, request and block:
 4. `k2q_attention_kernel`: the softmax state of each pair's rows over its block, to the workspace;
 5. `combine_k2q_partials`: prefill's kernel adds them to what its rows saw, in the order of their entries.
 
-The order in which atomics number pairs and work tiles moves no bit: a row's state depends on its row and block alone.
+The order in which atomics number pairs and work tiles moves no bit: a row's state depends on its row and block alone,
+with or without a mask (multiply-adds are not fused where these two would round differently).
 """
 
 from __future__ import annotations
@@ -245,13 +246,15 @@ def load_and_dequant_kv_block(operand: KVOperand, page_ids, n_block, valid, h, P
 
 @triton.jit
 def store_k2q_partial(STATES, ACCS, i_row, m_row, row_max, row_sum, acc_o):
-    """Stores the softmax states of rows i_row of a work tile where m_row; acc_o in fp16, divided by its largest
-    magnitude.
+    """Stores the softmax states of rows i_row of a work tile where m_row; acc_o in fp16, scaled so that its largest
+    magnitude is 2^15: columns below 2^-39 of it become 0.
 
     A state (row_max, row_sum, acc_o) is the same as (row_max + log2 a, row_sum / a, acc_o / a).
     """
     COLUMNS: tl.constexpr = acc_o.shape[1]
-    a = tl.clamp(tl.max(tl.abs(acc_o), 1), 1e-20, 1e30)
+    largest = tl.max(tl.abs(acc_o), 1)
+    # Of zeros, whose row_sum may be large (V's scales of 0 count as 1e-30), and beside an inf, nothing is scaled.
+    a = tl.where((largest > 0) & (largest < float("inf")), tl.clamp(largest * 2.0**-15, 1e-20, 8e37), 1.0)
     p_state = STATES + 2 * i_row[:, None] + tl.arange(0, 2)[None, :]
     state = tl.join(row_max + tl.log2(a), row_sum / a)
     tl.store(p_state, state, mask=tl.broadcast_to(m_row[:, None], state.shape))

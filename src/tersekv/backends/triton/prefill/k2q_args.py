@@ -14,6 +14,8 @@ from ...host.bind import KernelLaunch, LaunchSequence, TensorArg, Workspace
 from ..parts.kv_cache_args import needs_two_term_query
 from .k2q import COUNTERS, K2QConfig, fill_k2q_kernel, k2q_attention_kernel, schedule_k2q_kernel
 from .listed_blocks_args import (
+    MAX_CACHED_BYTES,
+    group_of,
     has_many_rows,
     listed_blocks_args,
     listed_blocks_launches,
@@ -40,18 +42,18 @@ def keys_of_partial(f: SimpleNamespace) -> int:
     """Returns the keys of a partial result; 0: rows attend to the union of their lists alone.
 
     So where blocks are short, a partial result being as long as a row; where it would take much memory; where few rows
-    list the same block; and where shared memory holds no tile of K and V.
+    list the same block; where an m_block has so few tokens (groups from 18 heads on) that it attends to all their
+    blocks; and where shared memory holds no tile of K and V.
     """
-    group, entries = _group(f), f.indices.shape[-1]
+    group, entries = group_of(f), f.indices.shape[-1]
     keys = next((n for n in (128, 64) if f.block_size % n == 0 and _fits_shared_memory(f, n)), 0)
-    if not keys or not has_many_rows(f) or launch.next_power_of_2(group) > _ROWS:
+    if not keys or not has_many_rows(f) or _min_entries(_ROWS, group) == 1 or _num_slots(f) >= _MAX_SLOTS:
         return 0
-    row_bytes = 2 * launch.next_power_of_2(f.out.shape[2]) + 8
-    token_bytes = f.k_cache.shape[2] * launch.next_power_of_2(group) * entries * (f.block_size // keys) * row_bytes
+    pair_bytes = f.block_size // keys * launch.next_power_of_2(group) * _row_bytes(f)
+    token_bytes = f.k_cache.shape[2] * (entries * pair_bytes + num_blocks(f) * group // _ROWS)
     tokens = min(f.q.shape[0], _MAX_BYTES // token_bytes)
-    pairs = tokens * entries / (num_blocks(f) * f.seq_lens.shape[0])
-    slots = f.k_cache.shape[2] * f.seq_lens.shape[0] * num_blocks(f)
-    return keys if tokens >= min(_MIN_TOKENS, f.q.shape[0]) and pairs >= _MIN_PAIRS and slots < _MAX_SLOTS else 0
+    pairs = tokens * entries / max(1, num_blocks(f) * f.seq_lens.shape[0])
+    return keys if tokens >= min(_MIN_TOKENS, f.q.shape[0]) and pairs >= _MIN_PAIRS else 0
 
 
 def _fits_shared_memory(f: SimpleNamespace, keys: int) -> bool:
@@ -66,23 +68,23 @@ def k2q_launches(f: SimpleNamespace, cfg: Any, num_tiles: int, prefill: KernelLa
 
     cfg: constants of prefill's kernel; prefill: its launch over all m_blocks
     """
-    tile_pairs = cfg.HEADS * cfg.LISTED_TOKENS * cfg.K2Q_LENGTH
-    pair_bytes = cfg.K2Q_PARTIALS * cfg.K2Q_GROUP_PAD * (2 * cfg.PACK * cfg.BLOCK_DV + 8)
-    tiles = min(num_tiles, max(1, _MAX_BYTES // (tile_pairs * pair_bytes)))
+    pair_bytes = cfg.K2Q_PARTIALS * cfg.K2Q_GROUP_PAD * _row_bytes(f)
+    tile_bytes = cfg.HEADS * (cfg.LISTED_TOKENS * cfg.K2Q_LENGTH * pair_bytes + num_blocks(f))
+    tiles = min(num_tiles, max(1, _MAX_BYTES // tile_bytes))
     k2q = K2QConfig(cfg.K2Q_LENGTH, cfg.K2Q_GROUP_PAD, cfg.LISTED_TOKENS, cfg.K2Q_PARTIALS, _PAIRS, _BLOCK)
-    slices = listed_blocks_slices(f, cfg.LISTED_TOKENS, tiles * cfg.HEADS, _min_entries(cfg)) | _slices(
-        f, cfg, tiles * cfg.HEADS
-    )
+    programs, min_entries = tiles * cfg.HEADS, _min_entries(cfg.BLOCK_M, cfg.GROUP)
+    slices = listed_blocks_slices(f, cfg.LISTED_TOKENS, programs, min_entries) | _slices(f, cfg, programs)
     launches: list[KernelLaunch] = []
     for first_tile in range(0, num_tiles, tiles):
         launches += _launches_of_turn(f, cfg, k2q, min(tiles, num_tiles - first_tile), first_tile, prefill)
-    return LaunchSequence(*launches, workspace=Workspace(0, slices, 0))
+    return LaunchSequence(*launches, workspace=Workspace(0, slices, MAX_CACHED_BYTES))
 
 
 def _launches_of_turn(
     f: SimpleNamespace, cfg: Any, k2q: K2QConfig, tiles: int, first_tile: int, prefill: KernelLaunch
 ) -> tuple[KernelLaunch, ...]:
     slots, programs, keys = _num_slots(f), tiles * cfg.HEADS, f.block_size // cfg.K2Q_PARTIALS
+    min_entries = _min_entries(cfg.BLOCK_M, cfg.GROUP)
     max_pairs = programs * k2q.TOKENS * k2q.LENGTH
     slices = {name: TensorArg(_slice_name(name)) for name in {*_OF_LISTS, *_OF_ATTENTION}}
     turn = {"num_blocks": num_blocks(f), "num_slots": slots, "max_pairs": max_pairs}
@@ -92,15 +94,17 @@ def _launches_of_turn(
         SCALE_COPIES=max(1, 32 * _WARPS // keys),
     )  # fmt: skip
 
+    # Without a mask a product before the maximum's subtraction would fuse with it, with one not. Scores of values with
+    # stored scales end in a sum.
     def kernel_launch(fn: Any, programs: int, **constants: Any) -> KernelLaunch:
         arguments = {name: available[name] for name in fn.arg_names if name not in constants} | constants
-        return KernelLaunch(fn, (programs,), arguments, num_warps=_WARPS)
+        return KernelLaunch(fn, (programs,), arguments, num_warps=_WARPS, enable_fp_fusion=cfg.TOKEN_SCALES)
 
     of_lists = {name: slices[name] for name in _OF_LISTS} | {"first_tile": first_tile, "num_counts": slots + COUNTERS}
     of_prefill = {name: slices[name] for name in _OF_PREFILL} | {"first_tile": first_tile, "max_pairs": max_pairs}
-    of_prefill |= listed_blocks_args(f, cfg.LISTED_TOKENS, _min_entries(cfg))
+    of_prefill |= listed_blocks_args(f, cfg.LISTED_TOKENS, min_entries)
     return (
-        *listed_blocks_launches(f, cfg, programs, _min_entries(cfg), **of_lists),
+        *listed_blocks_launches(f, cfg, programs, min_entries, **of_lists),
         kernel_launch(schedule_k2q_kernel, -(-slots // _BLOCK), cfg=k2q),
         kernel_launch(fill_k2q_kernel, -(-max_pairs // _BLOCK), cfg=k2q),
         kernel_launch(k2q_attention_kernel, _CTAS_PER_SM * launch.num_sms(f), cfg=of_attention, k2q=k2q),
@@ -127,15 +131,16 @@ def _slice_name(argument: str) -> str:
     return argument.lower()
 
 
-def _min_entries(cfg: Any) -> int:
+def _min_entries(block_m: int, group: int) -> int:
     """Returns how often a block stands in the lists of an m_block's tokens for the m_block to attend to it."""
-    return max(1, round(_SHARED * cfg.BLOCK_M / cfg.GROUP))
+    return max(1, round(_SHARED * block_m / group))
+
+
+def _row_bytes(f: SimpleNamespace) -> int:
+    """Returns the bytes of a row's partial result."""
+    return 2 * launch.next_power_of_2(f.out.shape[2]) + 8
 
 
 def _num_slots(f: SimpleNamespace) -> int:
     """Returns the blocks of all requests and KV heads."""
     return f.k_cache.shape[2] * f.seq_lens.shape[0] * num_blocks(f)
-
-
-def _group(f: SimpleNamespace) -> int:
-    return f.q.shape[1] // max(f.k_cache.shape[2], 1)

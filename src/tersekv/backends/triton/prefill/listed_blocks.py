@@ -50,7 +50,6 @@ class MBlockLists(NamedTuple):
     """The lists of an m_block's tokens for a KV head."""
 
     i_request: Any
-    num_tokens: Any  # of the m_block; 0: it is empty
     m_token: Any  # [TOKENS]
     first_position: Any  # of the first token
     num_entries: Any  # [TOKENS]
@@ -83,10 +82,8 @@ def load_lists_of_m_block(
     # Blocks after a token's own position are not visible to it.
     last_block = tl.minimum(tl.where(position >= 0, position // cfg.LIST.BLOCK, -1), num_blocks - 1)
     p_entries = INDICES + tokens * stride_list_t + h.to(tl.int64) * stride_list_h
-    num_tokens = tl.where(row_begin < seqlen_q * cfg.GROUP, token_end - token_begin, 0)
     return MBlockLists(
         i_request,
-        num_tokens,
         m_token,
         first_position,
         num_entries,

@@ -31,9 +31,9 @@ def has_shared_blocks(f: SimpleNamespace) -> bool:
     Not where blocks are no multiple of 16 keys, where a request has few rows, or where finding the union takes much
     memory or time.
     """
-    group, entries = f.q.shape[1] // max(f.k_cache.shape[2], 1), f.indices.shape[-1]
+    entries = f.indices.shape[-1]
     tokens = padded_tokens(f, _MIN_ROWS)
-    programs = (f.q.shape[0] * group // _MIN_ROWS + f.seq_lens.shape[0]) * f.k_cache.shape[2]
+    programs = (f.q.shape[0] * group_of(f) // _MIN_ROWS + f.seq_lens.shape[0]) * f.k_cache.shape[2]
     return (
         f.block_size % _MIN_BLOCK == 0
         and has_many_rows(f)
@@ -44,13 +44,12 @@ def has_shared_blocks(f: SimpleNamespace) -> bool:
 
 def has_many_rows(f: SimpleNamespace) -> bool:
     """Returns whether a request may have the rows of a product, and lists that 16 bits count."""
-    group = f.q.shape[1] // max(f.k_cache.shape[2], 1)
-    return f.max_q_len * group >= _MIN_ROWS and 0 < f.indices.shape[-1] < 1 << 15
+    return f.max_q_len * group_of(f) >= _MIN_ROWS and 0 < f.indices.shape[-1] < 1 << 15
 
 
 def padded_tokens(f: SimpleNamespace, block_m: int) -> int:
     """Returns how many tokens an m_block may have rows of, padded to a power of two."""
-    group = f.q.shape[1] // max(f.k_cache.shape[2], 1)
+    group = group_of(f)
     return launch.next_power_of_2((block_m + group - 2) // group + 1 if block_m % group else block_m // group)
 
 
@@ -104,6 +103,11 @@ def listed_blocks_slices(
         BLOCKS: (lists, torch.int32), ENDS: (lists, torch.int32), COUNTS: ((*lists, tokens), torch.int16),
         NUMBERS: ((num_programs, 2), torch.int32),
     }  # fmt: skip
+
+
+def group_of(f: SimpleNamespace) -> int:
+    """Returns the query heads of a KV head."""
+    return f.q.shape[1] // max(f.k_cache.shape[2], 1)
 
 
 def num_blocks(f: SimpleNamespace) -> int:
