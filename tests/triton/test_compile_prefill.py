@@ -108,14 +108,19 @@ def test_products_of_wide_heads_keep_their_descriptors_with_new_rows():
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3", "int8_per_token_head", "nvfp4"])
-@pytest.mark.parametrize("arch", [80, 90, "gfx942"])
-def test_lists_of_blocks(arch, fmt):
-    """Two launches: the union of the lists of an m_block, and its attention, whose loads are copied ahead."""
+@pytest.mark.parametrize(("arch", "by_k2q"), [(80, False), (90, False), (90, True), ("gfx942", False)])
+def test_lists_of_blocks(arch, by_k2q, fmt, monkeypatch):
+    """The union of an m_block's lists, what its tokens list of it, and its attention, whose loads are copied ahead."""
+    if not by_k2q:  # as where few rows list the same block
+        monkeypatch.setattr(prefill, "keys_of_partial", lambda f: 0)
     call = call_of(fmt, indices=torch.empty(4096, 8, 16, dtype=torch.int32), block_size=128)
     f = facts("prefill", call, arch=arch if isinstance(arch, int) else None)
     checks.facts(f)
-    lists, attend = compile_launches(attention.run, call, attention.configure(f), arch)
-    assert [lists["name"], attend["name"]] == ["list_blocks_of_m_blocks_kernel", "prefill_kernel"]
+    lists, counts, *k2q, attend = compile_launches(attention.run, call, attention.configure(f), arch)
+    assert [x["name"] for x in (lists, counts, attend)] == [
+        "list_blocks_of_m_blocks_kernel", "count_listed_blocks_kernel", "prefill_kernel"
+    ]  # fmt: skip
+    assert bool(k2q) == by_k2q
     if arch == 90:
         loop = main_loop(attend)
         assert sum("LDL" in x or "STL" in x for x in loop) <= since({(3, 6): 0.03, (3, 9): 0.04}) * len(loop)
@@ -142,7 +147,9 @@ def test_other_numbers_of_rows_and_requests_compile_nothing_new():
         "CU_SEQLENS_Q",
         "B",
         "T",
+        "first_tile",
         "max_listed_blocks",
+        "max_pairs",
     }
 
 
