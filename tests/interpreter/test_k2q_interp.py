@@ -1,5 +1,5 @@
 """Prefill over lists of blocks by k2q, interpreted, against the fp64 reference: blocks of few rows are attended to once
-for all rows that list them, in turns that share their memory."""
+for all rows that list them, in chunks that share their memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_case(case):
 
 
 @pytest.mark.parametrize("case", [BASE, CASES[3]], ids=lambda c: c.id)
-def test_rows_in_turns(case, monkeypatch):
+def test_rows_in_chunks(case, monkeypatch):
     monkeypatch.setattr(k2q_args, "_MAX_BYTES", 300_000)
     monkeypatch.setattr(k2q_args, "_MIN_TOKENS", 1)
     monkeypatch.setattr(k2q_args, "_PAIRS", 16)  # several work tiles of a slot

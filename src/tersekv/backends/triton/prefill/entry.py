@@ -134,13 +134,13 @@ def _tile_config(f: SimpleNamespace) -> TileConfig:
         return choose_tile_config_of_listed_blocks(f, *pair_of(f))
     rows = _BATCH_INVARIANT_ROWS
     if f.prefill_invariant:
-        rows = max(1, _PREFILL_INVARIANT_ROWS // (group_of(f)))
+        rows = max(1, _PREFILL_INVARIANT_ROWS // group_of(f))
     return choose_tile_config(facts_for_kernel_choice(f, rows), *pair_of(f))
 
 
 def _num_m_blocks(f: SimpleNamespace, t: TileConfig) -> int:
     """Returns a bound on the M blocks of all requests, for a KV head."""
-    return f.q.shape[0] * (group_of(f)) // t.block_m + f.seq_lens.shape[0]
+    return f.q.shape[0] * group_of(f) // t.block_m + f.seq_lens.shape[0]
 
 
 def configure(f: SimpleNamespace) -> Config:
@@ -162,14 +162,8 @@ def configure(f: SimpleNamespace) -> Config:
     }  # fmt: skip
     num_programs = _num_m_blocks(f, t) * f.k_cache.shape[2]
     arguments |= listed_blocks_args(f, cfg.LISTED_TOKENS)
-    arguments |= {
-        "K2Q_NUM_PAIRS": None,
-        "K2Q_PLACES": None,
-        "K2Q_STATES": None,
-        "K2Q_ACCS": None,
-        "max_pairs": 0,
-        "first_tile": None,
-    }
+    arguments |= dict.fromkeys(("K2Q_NUM_PAIRS", "K2Q_SORTED_IDS", "K2Q_STATES", "K2Q_ACCS", "first_tile"))
+    arguments |= {"max_pairs": 0}
     if f.prefill_invariant:
         return Config(cfg, _fixed_split_launches(f, cfg, num_programs, arguments, t))
     arguments["SPLIT_WORKSPACE"] = None

@@ -2,11 +2,11 @@
 queries), so that independent lists too load and dequantize a block once for many rows.
 
 What few rows of an m_block list is attended to here; what many list, `listed_blocks.listed_mainloop` attends to. A pair
-is a token's entry; its slot is that of the KV head, request and block:
+is a token's entry; its bucket is that of the KV head, request and block:
 
-1. `listed_blocks.count_listed_blocks_kernel`: each pair's slot, and its rank among those of the slot;
-2. `schedule_k2q_kernel`: slots become work tiles, of at most so many pairs;
-3. `fill_k2q_kernel`: the tokens of each slot's pairs side by side;
+1. `listed_blocks.count_listed_blocks_kernel`: each pair's bucket, and its rank among those of the bucket;
+2. `schedule_k2q_kernel`: buckets become work tiles, of at most so many pairs;
+3. `fill_k2q_kernel`: the tokens of each bucket's pairs side by side;
 4. `k2q_attention_kernel`: the softmax state of each pair's rows over its block, to the workspace;
 5. `combine_k2q_partials`: prefill's kernel adds them to what its rows saw, in the order of their entries.
 
@@ -42,8 +42,8 @@ from .mainloop import (
 from .tile_scheduler import load_q_begin
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Behind the counts of slots: work tiles, pairs with a place, work tiles taken.
-NUM_WORK_TILES, NUM_PLACES, NEXT_WORK_TILE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Behind the counts of buckets: work tiles, pairs sorted, work tiles taken.
+NUM_WORK_TILES, NUM_SORTED, NEXT_WORK_TILE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 COUNTERS = 4
 
 
@@ -58,62 +58,64 @@ class K2QConfig(KernelConfig):
 
 
 class K2Q(NamedTuple):
-    """What prefill's kernel reads of k2q: pointers to how many pairs a token has, their places and states."""
+    """What prefill's kernel reads of k2q: pointers to how many pairs a token has, their sorted ids and states."""
 
     NUM_PAIRS: Any
-    PLACES: Any
+    SORTED_IDS: Any
     STATES: Any
     ACCS: Any
 
 
-@triton.jit(do_not_specialize=["num_slots"])
-def schedule_k2q_kernel(K2Q_COUNTS, K2Q_BEGINS, K2Q_WORK_TILES, num_slots, cfg: tl.constexpr):
-    """Stores where the pairs of each slot begin, and work tiles.
+@triton.jit(do_not_specialize=["num_buckets"])
+def schedule_k2q_kernel(K2Q_COUNTS, K2Q_OFFSETS, K2Q_WORK_TILES, num_buckets, cfg: tl.constexpr):
+    """Stores where the pairs of each bucket begin, and work tiles.
 
-    K2Q_WORK_TILES [work tiles, 4]: slot, partial result of its block, place of the first pair, pairs
+    K2Q_WORK_TILES [work tiles, 4]: bucket, partial result of its block, sorted id of the first pair, pairs
     """
-    o_slot = tl.program_id(0) * cfg.BLOCK + tl.arange(0, cfg.BLOCK)
-    count = tl.load(K2Q_COUNTS + o_slot, mask=o_slot < num_slots, other=0)
+    o_bucket = tl.program_id(0) * cfg.BLOCK + tl.arange(0, cfg.BLOCK)
+    count = tl.load(K2Q_COUNTS + o_bucket, mask=o_bucket < num_buckets, other=0)
     num_tiles = tl.cdiv(count, cfg.PAIRS) * cfg.PARTIALS
-    p_counters = K2Q_COUNTS + num_slots
-    begin = tl.atomic_add(p_counters + NUM_PLACES, tl.sum(count, 0), sem="relaxed") + tl.cumsum(count, 0) - count
-    tl.store(K2Q_BEGINS + o_slot, begin, mask=o_slot < num_slots)
+    p_counters = K2Q_COUNTS + num_buckets
+    begin = tl.atomic_add(p_counters + NUM_SORTED, tl.sum(count, 0), sem="relaxed") + tl.cumsum(count, 0) - count
+    tl.store(K2Q_OFFSETS + o_bucket, begin, mask=o_bucket < num_buckets)
     first_tile = tl.atomic_add(p_counters + NUM_WORK_TILES, tl.sum(num_tiles, 0), sem="relaxed")
     p_tiles = K2Q_WORK_TILES + 4 * (first_tile + tl.cumsum(num_tiles, 0) - num_tiles)
     for i in range(0, tl.max(num_tiles, 0)):
         is_tile, first_pair = i < num_tiles, i // cfg.PARTIALS * cfg.PAIRS
-        tl.store(p_tiles + 4 * i, o_slot, mask=is_tile)
-        tl.store(p_tiles + 4 * i + 1, i % cfg.PARTIALS + o_slot * 0, mask=is_tile)
+        tl.store(p_tiles + 4 * i, o_bucket, mask=is_tile)
+        tl.store(p_tiles + 4 * i + 1, i % cfg.PARTIALS + o_bucket * 0, mask=is_tile)
         tl.store(p_tiles + 4 * i + 2, begin + first_pair, mask=is_tile)
         tl.store(p_tiles + 4 * i + 3, tl.minimum(count - first_pair, cfg.PAIRS), mask=is_tile)
 
 
 @triton.jit(do_not_specialize=["max_pairs"])
 def fill_k2q_kernel(
-    K2Q_BEGINS, K2Q_SLOTS, K2Q_PLACES, K2Q_NUM_PAIRS, K2Q_FIRST_TOKENS, K2Q_TOKENS, max_pairs, cfg: tl.constexpr
+    K2Q_OFFSETS, K2Q_BUCKETS, K2Q_SORTED_IDS, K2Q_NUM_PAIRS, K2Q_FIRST_TOKENS, K2Q_TOKENS, max_pairs, cfg: tl.constexpr
 ):
-    """Stores the tokens of a slot's pairs side by side.
+    """Stores the tokens of a bucket's pairs side by side.
 
-    K2Q_PLACES [m_blocks * HEADS, TOKENS, LENGTH]: each pair's rank becomes its place in K2Q_TOKENS [max_pairs]
+    K2Q_SORTED_IDS [m_blocks * HEADS, TOKENS, LENGTH]: each pair's rank becomes its index in K2Q_TOKENS [max_pairs]
     """
     i_pair = tl.program_id(0) * cfg.BLOCK + tl.arange(0, cfg.BLOCK)
     i_token, i_program = i_pair // cfg.LENGTH, i_pair // (cfg.LENGTH * cfg.TOKENS)
     in_range = i_pair < max_pairs
     is_pair = in_range & (i_pair % cfg.LENGTH < tl.load(K2Q_NUM_PAIRS + i_token, mask=in_range, other=0))
-    slot = tl.load(K2Q_SLOTS + i_pair, mask=is_pair, other=0)
-    place = tl.load(K2Q_BEGINS + slot, mask=is_pair, other=0) + tl.load(K2Q_PLACES + i_pair, mask=is_pair, other=0)
+    bucket = tl.load(K2Q_BUCKETS + i_pair, mask=is_pair, other=0)
+    sorted_id = tl.load(K2Q_OFFSETS + bucket, mask=is_pair, other=0) + tl.load(
+        K2Q_SORTED_IDS + i_pair, mask=is_pair, other=0
+    )
     token = tl.load(K2Q_FIRST_TOKENS + i_program, mask=is_pair, other=0) + i_token % cfg.TOKENS
-    tl.store(K2Q_TOKENS + place, token, mask=is_pair)
-    tl.store(K2Q_PLACES + i_pair, place, mask=is_pair)
+    tl.store(K2Q_TOKENS + sorted_id, token, mask=is_pair)
+    tl.store(K2Q_SORTED_IDS + i_pair, sorted_id, mask=is_pair)
 
 
-@triton.jit(do_not_specialize=["PAGE_TABLE", "SEQ_LENS", "CU_SEQLENS_Q", "B", "num_blocks", "num_slots", "max_pairs"])
+@triton.jit(do_not_specialize=["PAGE_TABLE", "SEQ_LENS", "CU_SEQLENS_Q", "B", "num_blocks", "num_buckets", "max_pairs"])
 def k2q_attention_kernel(
     Q, K, V, K_SCALES, V_SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, K_SIGNS, K_CHANNEL_SCALES, softmax_scale,
     SOFTMAX_SCALE, k_scale, K_SCALE, softcap, B, stride_q_t, stride_q_h, stride_k_p, stride_k_s, stride_k_h, stride_v_p,
     stride_v_s, stride_v_h, stride_k_scales_p, stride_k_scales_s, stride_k_scales_h, stride_v_scales_p,
-    stride_v_scales_s, stride_v_scales_h, stride_k_channel_scales_h, stride_table_b, K2Q_COUNTS, K2Q_BEGINS,
-    K2Q_WORK_TILES, K2Q_TOKENS, K2Q_STATES, K2Q_ACCS, num_blocks, num_slots, max_pairs, cfg: tl.constexpr,
+    stride_v_scales_s, stride_v_scales_h, stride_k_channel_scales_h, stride_table_b, K2Q_COUNTS, K2Q_OFFSETS,
+    K2Q_WORK_TILES, K2Q_TOKENS, K2Q_STATES, K2Q_ACCS, num_blocks, num_buckets, max_pairs, cfg: tl.constexpr,
     k2q: tl.constexpr,
 ):  # fmt: skip
     """Attends the rows of a work tile's pairs to BLOCK_N keys of their block; a persistent program takes the next work
@@ -133,19 +135,19 @@ def k2q_attention_kernel(
     )
     rotation = (K_SIGNS, K_CHANNEL_SCALES, stride_k_channel_scales_h)
     score_scale = load_device_scale_else_host_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E
-    p_counters = K2Q_COUNTS + num_slots
+    p_counters = K2Q_COUNTS + num_buckets
     num_work_tiles = tl.load(p_counters + NUM_WORK_TILES)
     i_work_tile = tl.atomic_add(p_counters + NEXT_WORK_TILE, 1, sem="relaxed")
-    slot, i_partial, place, num_pairs = load_work_tile(K2Q_WORK_TILES, i_work_tile, num_work_tiles)
+    bucket, i_partial, sorted_id, num_pairs = load_work_tile(K2Q_WORK_TILES, i_work_tile, num_work_tiles)
     while i_work_tile < num_work_tiles:
         i_work_tile = tl.atomic_add(p_counters + NEXT_WORK_TILE, 1, sem="relaxed")
         # Tile scheduler: the KV head, request and keys of this work tile
-        h, i_request = slot // num_blocks // B, slot // num_blocks % B
-        n_block = slot % num_blocks * k2q.PARTIALS + i_partial
+        h, i_request = bucket // num_blocks // B, bucket // num_blocks % B
+        n_block = bucket % num_blocks * k2q.PARTIALS + i_partial
         q_begin = load_q_begin(CU_SEQLENS_Q, i_request, True).to(tl.int32)
         q_end = load_q_begin(CU_SEQLENS_Q, i_request + 1, True).to(tl.int32)
         num_keys = tl.load(SEQ_LENS + i_request).to(tl.int32)
-        position_of_token_0, p_tokens = num_keys - q_end, K2Q_TOKENS + place
+        position_of_token_0, p_tokens = num_keys - q_end, K2Q_TOKENS + sorted_id
         # Keys up to the last that a pair sees; if all pairs see all of them, nothing is masked.
         last_key, key_end = (n_block + 1) * cfg.BLOCK_N - 1, num_keys
         is_masked = position_of_token_0 + q_begin < last_key
@@ -170,10 +172,10 @@ def k2q_attention_kernel(
             k_scale, K_SCALE, h * cfg.K_SCALE_STRIDE, cfg.HAS_K_SCALE
         )
         p_q = Q + h.to(tl.int64) * cfg.GROUP * stride_q_h
-        i_row = (i_partial.to(tl.int64) * max_pairs + place) * k2q.GROUP_PAD
+        i_row = (i_partial.to(tl.int64) * max_pairs + sorted_id) * k2q.GROUP_PAD
         p_states, p_accs = K2Q_STATES + 2 * i_row, K2Q_ACCS + i_row * (cfg.PACK * cfg.BLOCK_DV)
         of_pairs = num_pairs
-        slot, i_partial, place, num_pairs = load_work_tile(K2Q_WORK_TILES, i_work_tile, num_work_tiles)
+        bucket, i_partial, sorted_id, num_pairs = load_work_tile(K2Q_WORK_TILES, i_work_tile, num_work_tiles)
         if not is_masked:
             attend_pairs(
                 p_q, keys, values, k_scales, v_scales, o_n, valid, p_tokens, of_pairs, position_of_token_0, stride_q_t,
@@ -188,10 +190,10 @@ def k2q_attention_kernel(
 
 @triton.jit
 def load_work_tile(K2Q_WORK_TILES, i_work_tile, num_work_tiles):
-    """Returns slot, partial result of its block, place of the first pair and pairs of a work tile; 0 past the last."""
+    """Returns bucket, partial result, sorted id of the first pair and pairs of a work tile; 0 past the last."""
     p_tile, is_tile = K2Q_WORK_TILES + 4 * i_work_tile, i_work_tile < num_work_tiles
-    slot, i_partial = tl.load(p_tile, mask=is_tile, other=0), tl.load(p_tile + 1, mask=is_tile, other=0)
-    return slot, i_partial, tl.load(p_tile + 2, mask=is_tile, other=0), tl.load(p_tile + 3, mask=is_tile, other=0)
+    bucket, i_partial = tl.load(p_tile, mask=is_tile, other=0), tl.load(p_tile + 1, mask=is_tile, other=0)
+    return bucket, i_partial, tl.load(p_tile + 2, mask=is_tile, other=0), tl.load(p_tile + 3, mask=is_tile, other=0)
 
 
 @triton.jit
@@ -269,13 +271,13 @@ def combine_k2q_partials(
     """Returns softmax_state with the partial results of an m_block's rows, in the order of their entries."""
     COLUMNS: tl.constexpr = cfg.PACK * cfg.BLOCK_DV
     o_token = i_list.to(tl.int64) * cfg.LISTED_TOKENS + token_in_m_block
-    p_places, o_d = k2q_partials.PLACES + o_token * cfg.K2Q_LENGTH, tl.arange(0, COLUMNS)
+    p_sorted_ids, o_d = k2q_partials.SORTED_IDS + o_token * cfg.K2Q_LENGTH, tl.arange(0, COLUMNS)
     num_partials = tl.load(k2q_partials.NUM_PAIRS + o_token) * cfg.K2Q_PARTIALS
-    next_place = tl.load(p_places, mask=num_partials > 0, other=0)
+    next_sorted_id = tl.load(p_sorted_ids, mask=num_partials > 0, other=0)
     for i in tl.range(0, tl.max(num_partials, 0), num_stages=3):
-        place, has_partial = next_place.to(tl.int64), i < num_partials
-        next_place = tl.load(p_places + (i + 1) // cfg.K2Q_PARTIALS, mask=i + 1 < num_partials, other=0)
-        i_row = (i % cfg.K2Q_PARTIALS * max_pairs + place) * cfg.K2Q_GROUP_PAD + head_in_group
+        sorted_id, has_partial = next_sorted_id.to(tl.int64), i < num_partials
+        next_sorted_id = tl.load(p_sorted_ids + (i + 1) // cfg.K2Q_PARTIALS, mask=i + 1 < num_partials, other=0)
+        i_row = (i % cfg.K2Q_PARTIALS * max_pairs + sorted_id) * cfg.K2Q_GROUP_PAD + head_in_group
         partial_max = tl.load(k2q_partials.STATES + 2 * i_row, mask=has_partial, other=float("-inf"))
         partial_sum = tl.load(k2q_partials.STATES + 2 * i_row + 1, mask=has_partial, other=0.0)
         p_acc = k2q_partials.ACCS + i_row[:, None] * COLUMNS + o_d[None, :]

@@ -128,7 +128,7 @@ def prefill_kernel(
     stride_k_scales_p, stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h,
     stride_k_channel_scales_h, stride_v_channel_scales_h, stride_table_b, stride_out_t, stride_out_h, stride_lse_t,
     stride_lse_h, SPLIT_WORKSPACE, LISTED_BLOCKS, LISTED_ENDS, LISTED_COUNTS, NUM_LISTED_BLOCKS, K2Q_NUM_PAIRS,
-    K2Q_PLACES, K2Q_STATES, K2Q_ACCS, max_pairs, first_tile, max_listed_blocks, cfg: tl.constexpr,
+    K2Q_SORTED_IDS, K2Q_STATES, K2Q_ACCS, max_pairs, first_tile, max_listed_blocks, cfg: tl.constexpr,
 ):  # fmt: skip
     """Attends one block of BLOCK_M query rows. See the module's docstring."""
     PACK: tl.constexpr = cfg.PACK
@@ -205,7 +205,7 @@ def prefill_kernel(
                 )  # fmt: skip
                 if cfg.K2Q_PARTIALS > 0:
                     row_max, row_sum, acc_o = combine_k2q_partials(
-                        (row_max, row_sum, acc_o), K2Q(K2Q_NUM_PAIRS, K2Q_PLACES, K2Q_STATES, K2Q_ACCS), i_list,
+                        (row_max, row_sum, acc_o), K2Q(K2Q_NUM_PAIRS, K2Q_SORTED_IDS, K2Q_STATES, K2Q_ACCS), i_list,
                         o_i - token_begin, o_r % cfg.GROUP, max_pairs, cfg,
                     )  # fmt: skip
             else:

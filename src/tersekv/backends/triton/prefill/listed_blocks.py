@@ -160,16 +160,16 @@ def list_blocks_of_m_blocks_kernel(
 @triton.jit(do_not_specialize=["SEQ_LENS", "CU_SEQLENS_Q", "B", "first_tile", "num_blocks", "max_listed_blocks"])
 def count_listed_blocks_kernel(
     INDICES, INDEX_LENS, SEQ_LENS, CU_SEQLENS_Q, LISTED_BLOCKS, LISTED_ENDS, LISTED_COUNTS, NUM_LISTED_BLOCKS,
-    SHARED_BLOCKS, K2Q_COUNTS, K2Q_SLOTS, K2Q_PLACES, K2Q_NUM_PAIRS, K2Q_FIRST_TOKENS, B, first_tile, num_blocks,
+    SHARED_BLOCKS, K2Q_COUNTS, K2Q_BUCKETS, K2Q_SORTED_IDS, K2Q_NUM_PAIRS, K2Q_FIRST_TOKENS, B, first_tile, num_blocks,
     max_listed_blocks, stride_list_t, stride_list_h, stride_list_n, cfg: tl.constexpr,
 ):  # fmt: skip
     """Stores what m_blocks need to know of their listed blocks, and numbers the pairs of `k2q`: the other entries.
 
     LISTED_ENDS [m_blocks * HEADS, max_listed_blocks]: one past the last key of a block that a token sees
     LISTED_COUNTS [m_blocks * HEADS, max_listed_blocks, TOKENS]: how many times a token lists a block
-    K2Q_COUNTS [slots]: pairs of a slot
+    K2Q_COUNTS [buckets]: pairs of a bucket
     K2Q_NUM_PAIRS [m_blocks * HEADS, TOKENS]: pairs of a token, in the order of its entries
-    K2Q_SLOTS, K2Q_PLACES [m_blocks * HEADS, TOKENS, LENGTH]: a pair's slot, and its rank among those of the slot
+    K2Q_BUCKETS, K2Q_SORTED_IDS [m_blocks * HEADS, TOKENS, LENGTH]: a pair's bucket, and its index in the bucket
     K2Q_FIRST_TOKENS [m_blocks * HEADS]: the first token of an m_block
     """
     i_program = tl.program_id(0)
@@ -203,11 +203,11 @@ def count_listed_blocks_kernel(
         for first_entry in range(0, cfg.LIST.LENGTH, cfg.ENTRIES):
             block = load_visible_entries(lists, first_entry, cfg)
             is_pair = (block >= 0) & (tl.load(p_shared + block, mask=block >= 0, other=1) == 0)
-            slot = (h * B + lists.i_request) * num_blocks + block
-            rank = tl.atomic_add(K2Q_COUNTS + slot, 1, mask=is_pair, sem="relaxed")
+            bucket = (h * B + lists.i_request) * num_blocks + block
+            rank = tl.atomic_add(K2Q_COUNTS + bucket, 1, mask=is_pair, sem="relaxed")
             o_pair = (o_pairs + num_pairs)[:, None] + tl.cumsum(is_pair.to(tl.int32), 1) - 1
-            tl.store(K2Q_SLOTS + o_pair, slot, mask=is_pair)
-            tl.store(K2Q_PLACES + o_pair, rank, mask=is_pair)
+            tl.store(K2Q_BUCKETS + o_pair, bucket, mask=is_pair)
+            tl.store(K2Q_SORTED_IDS + o_pair, rank, mask=is_pair)
             num_pairs += tl.sum(is_pair.to(tl.int32), 1)
         tl.store(K2Q_NUM_PAIRS + i_program * cfg.TOKENS + o_t, num_pairs)
         tl.store(K2Q_FIRST_TOKENS + i_program, lists.first_token.to(tl.int32))

@@ -68,7 +68,15 @@ def listed_blocks_launches(
         BLOCK_IDS=max(4, _COMPARED // (tokens * entries)), ENTRIES=entries, MIN_ENTRIES=min_entries,
     )  # fmt: skip
     none = dict.fromkeys(
-        ("SHARED_BLOCKS", "K2Q_COUNTS", "K2Q_SLOTS", "K2Q_PLACES", "K2Q_NUM_PAIRS", "K2Q_FIRST_TOKENS", "first_tile")
+        (
+            "SHARED_BLOCKS",
+            "K2Q_COUNTS",
+            "K2Q_BUCKETS",
+            "K2Q_SORTED_IDS",
+            "K2Q_NUM_PAIRS",
+            "K2Q_FIRST_TOKENS",
+            "first_tile",
+        )
     ) | {"num_counts": 0}
     stride = f.indices.stride
     lens = {"INDEX_LENS": None} if f.index_lens is None else tensor_args(INDEX_LENS="index_lens")
